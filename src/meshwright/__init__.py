@@ -1,0 +1,82 @@
+"""Meshwright: finds the fastest parallel strategy for a PyTorch model on your machines, says why, and trains with it.
+
+The names below are handed on when they are first asked for, so that `import meshwright` loads neither torch nor
+anything else that takes time.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from meshwright._version import __version__
+
+if TYPE_CHECKING:
+    from meshwright.api import plan
+    from meshwright.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        InfeasiblePlan,
+        MeshwrightError,
+        PlanError,
+        RankFailure,
+        UnsupportedCombination,
+    )
+    from meshwright.runtime import Engine, MeanLoss, StepReport
+    from meshwright.spec import Cluster, Job, ModelSpec, OptimizerSpec, Plan, Strategy
+
+__all__ = [
+    "CheckpointError",
+    "Cluster",
+    "ConfigError",
+    "DataError",
+    "Engine",
+    "InfeasiblePlan",
+    "Job",
+    "MeanLoss",
+    "MeshwrightError",
+    "ModelSpec",
+    "OptimizerSpec",
+    "Plan",
+    "PlanError",
+    "RankFailure",
+    "StepReport",
+    "Strategy",
+    "UnsupportedCombination",
+    "__version__",
+    "plan",
+]
+
+_HOME = {
+    "CheckpointError": "meshwright.errors",
+    "Cluster": "meshwright.spec",
+    "ConfigError": "meshwright.errors",
+    "DataError": "meshwright.errors",
+    "Engine": "meshwright.runtime",
+    "InfeasiblePlan": "meshwright.errors",
+    "Job": "meshwright.spec",
+    "MeanLoss": "meshwright.runtime",
+    "MeshwrightError": "meshwright.errors",
+    "ModelSpec": "meshwright.spec",
+    "OptimizerSpec": "meshwright.spec",
+    "Plan": "meshwright.spec",
+    "PlanError": "meshwright.errors",
+    "RankFailure": "meshwright.errors",
+    "StepReport": "meshwright.runtime",
+    "Strategy": "meshwright.spec",
+    "UnsupportedCombination": "meshwright.errors",
+    "plan": "meshwright.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Hands on a public name from the module it lives in, and keeps it. Raises AttributeError for any other name."""
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+    value: object = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

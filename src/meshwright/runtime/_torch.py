@@ -1,0 +1,72 @@
+"""Private PyTorch interfaces, each with the reason why there is no other way. Checked against PyTorch 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+# The abstract classes of FSDP2's public hooks `set_custom_all_gather` / `set_custom_reduce_scatter` (2.13) are not
+# exported from a public module.
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+# A dictionary keyed by the identity of live tensor storages: the only way to know when one is freed (2.13).
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = [
+    "AllGather",
+    "ReduceScatter",
+    "WeakIdKeyDictionary",
+    "gathered_storages",
+    "storage_key",
+    "unsharded_gradient_storages",
+    "use_explicit_gathers",
+]
+
+
+def use_explicit_gathers(root: FSDPModule) -> None:
+    """Gather asynchronously, only when asked for or listed for prefetch (2.13: no public setter).
+
+    Otherwise FSDP2 keeps the flat buffer of the last gather alive until the next, one more unit than the plan prices.
+    """
+    root._set_unshard_async_op(True)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """The identity of a storage while it is alive (2.13: a data pointer is 0 for every empty one)."""
+    key: int = storage._cdata
+    return key
+
+
+def _groups(root: nn.Module) -> Iterator[Any]:
+    seen: set[int] = set()
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
+                if id(group) not in seen:
+                    seen.add(id(group))
+                    yield group
+
+
+def gathered_storages(root: nn.Module) -> Iterator[torch.UntypedStorage]:
+    """Storages of gathered parameters, size 0 while released (2.13: FSDP2 shows them nowhere)."""
+    for group in _groups(root):
+        for parameter in group.fsdp_params:
+            for tensor in parameter.all_gather_outputs:
+                yield tensor.untyped_storage()
+
+
+def unsharded_gradient_storages(root: nn.Module) -> Iterator[torch.UntypedStorage]:
+    """Storages of gradients that wait for their reduce, whole or partial (2.13: FSDP2 shows them nowhere)."""
+    for group in _groups(root):
+        if group._partial_reduce_output is not None:
+            yield group._partial_reduce_output.untyped_storage()
+        for parameter in group.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None and whole.grad is not None:
+                yield whole.grad.untyped_storage()
+            if parameter.unsharded_accumulated_grad is not None:
+                yield parameter.unsharded_accumulated_grad.untyped_storage()

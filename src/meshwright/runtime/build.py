@@ -1,0 +1,125 @@
+"""Build: from a model and a strategy to modules that a rank can run, one transformation after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from meshwright.errors import ConfigError
+from meshwright.runtime.collectives import Traffic
+from meshwright.runtime.init import materialise, meta_parameters, move_buffers, share_values, store_parameters_as
+from meshwright.runtime.precision import cast_inputs
+from meshwright.runtime.ranks import data_parallel_mesh
+from meshwright.runtime.recompute import apply_recompute
+from meshwright.runtime.replicas import Replicas
+from meshwright.runtime.seeds import DropoutStreams
+from meshwright.runtime.shards import Shards
+from meshwright.runtime.units import find_blocks, make_units
+from meshwright.runtime.zero import Zero
+from meshwright.spec import Job, Strategy
+
+__all__ = ["Built", "build"]
+
+Blocks = Sequence[tuple[str, nn.Module]]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model made ready for a strategy on this rank."""
+
+    model: nn.Module
+    zero: Zero
+    dropout: DropoutStreams
+    traffic: Traffic
+
+
+def build(
+    model: nn.Module | Callable[[], nn.Module],
+    job: Job,
+    strategy: Strategy,
+    device: torch.device,
+    block_names: Sequence[str] | None,
+) -> Built:
+    """Apply recompute, then ZeRO, then initial values.
+
+    Raises:
+        ConfigError: the model is neither a module nor a builder of one, or cannot run under the strategy.
+    """
+    mesh = data_parallel_mesh(strategy, device)
+    module, from_builder = _module(model)
+    stored, compute, reduced = (getattr(torch, name) for name in (job.param_dtype, job.compute_dtype, job.reduce_dtype))
+    _refuse_batch_statistics(module, strategy)
+    if from_builder:
+        move_buffers(module, device)
+    else:
+        share_values(module, device)
+    store_parameters_as(module, stored)
+    blocks = _blocks(module, block_names)
+    units = make_units(module, unit_blocks=strategy.unit_blocks, blocks=blocks)
+    dropout = DropoutStreams(job.seed, blocks)
+    apply_recompute(blocks, strategy)
+    if compute != stored:
+        cast_inputs([m for unit in units for m in unit.modules] + [module], compute)
+    traffic = Traffic()
+    zero: Zero
+    if mesh is not None and strategy.zero > 0 and strategy.shard > 1:
+        zero = Shards(
+            module,
+            units,
+            mesh,
+            zero=strategy.zero,
+            prefetch=strategy.prefetch,
+            compute_dtype=compute,
+            stored_dtype=stored,
+            reduce_dtype=reduced,
+            traffic=traffic,
+        )
+        materialise(module, device=device, seed=job.seed)
+        zero.find_stored()
+    else:
+        materialise(module, device=device, seed=job.seed)
+        zero = Replicas(units, compute_dtype=compute, stored_dtype=stored, traffic=traffic)
+    return Built(module, zero, dropout, traffic)
+
+
+def _module(model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, bool]:
+    if isinstance(model, nn.Module):
+        return model, any(parameter.is_meta for parameter in model.parameters())
+    if not callable(model):
+        raise ConfigError(
+            f"a model of type {type(model).__name__}",
+            fix="give an nn.Module, or a function without arguments that builds one",
+        )
+    with meta_parameters():
+        built = model()
+    if not isinstance(built, nn.Module):
+        raise ConfigError(f"the model builder returned a {type(built).__name__}", fix="return an nn.Module from it")
+    return built, True
+
+
+def _blocks(model: nn.Module, names: Sequence[str] | None) -> Blocks:
+    if names is None:
+        return find_blocks(model)
+    modules = dict(model.named_modules())
+    unknown = [name for name in names if name not in modules]
+    if unknown:
+        raise ConfigError(
+            f"blocks={', '.join(unknown)}: no such modules in the model",
+            why=f"the model has {', '.join(list(modules)[1:8])}, ...",
+            fix="name modules as model.named_modules() does",
+        )
+    return [(name, modules[name]) for name in names]
+
+
+def _refuse_batch_statistics(model: nn.Module, strategy: Strategy) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and strategy.dp > 1:
+            raise ConfigError(
+                f"module {name} is a {type(module).__name__} and the strategy has dp={strategy.dp}",
+                why="its statistics are those of each rank's own samples: the numbers would depend on the number of ranks",
+                fix="use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or LayerNorm or GroupNorm",
+            )

@@ -1,0 +1,228 @@
+"""A storage back end for Distributed Checkpoint (PyTorch's DCP): one safetensors file per rank, no pickle.
+
+Why not PyTorch's own (2.13): `FileSystemReader` unpickles `.metadata` and reads every saved piece whole;
+`HuggingFaceStorageWriter` holds a rank's whole share twice in memory, refuses tensors that are not contiguous and
+finds its files by their endings. The layout written here is the latter's, and its reader reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from meshwright.errors import CheckpointError
+from meshwright.runtime.checkpoint_files import (
+    SHARDING_KEY,
+    Draft,
+    Piece,
+    complete,
+    explained,
+    read_files,
+    write_pieces,
+)
+
+__all__ = ["Reader", "Writer", "is_distributed", "read_metadata"]
+
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+class Writer(StorageWriter):
+    """DCP's steps of a save: the first rank makes a draft, every rank writes its file, the first rank commits."""
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.rank = _own_rank()
+        self.draft: Draft | None = None
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        return True
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        for item in plan.items:
+            if item.tensor_data is None or item.tensor_data.properties.dtype not in _CODES:
+                kind = "no tensor" if item.tensor_data is None else f"of {item.tensor_data.properties.dtype}"
+                raise CheckpointError(f"{item.index.fqn} cannot be saved", why=f"it is {kind}")
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        try:
+            json.dumps(self.manifest)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError("the manifest cannot be saved", why=f"it is not JSON: {error}") from error
+        needed_bytes = sum(_piece(item).size_bytes for plan in plans for item in plan.items)
+        with explained("make the folder for", self.folder, rank=self.rank, needed_bytes=needed_bytes):
+            self.draft = Draft(self.folder, needed_bytes=needed_bytes)
+        return [dataclasses.replace(plan, storage_data=self.draft.path.name) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        pairs = [(_piece(item), item) for item in plan.items]
+        pairs.sort(key=lambda pair: -_DTYPES[pair[0].dtype].itemsize)
+        pieces, items = [piece for piece, _ in pairs], [item for _, item in pairs]
+        folder = self.folder.with_name(plan.storage_data)
+        name = f"rank-{self.rank:05d}.safetensors"
+        if pairs:
+            needed_bytes = sum(piece.size_bytes for piece in pieces)
+            with explained("write", folder / name, rank=self.rank, needed_bytes=needed_bytes):
+                if not folder.is_dir():
+                    raise FileNotFoundError(
+                        f"{folder}, made by the first rank, is not there: hosts must share the file system"
+                    )
+                size = write_pieces(folder / name, pieces, (_as_bytes(planner.resolve_data(item)) for item in items))
+        done.set_result(
+            [
+                WriteResult(index=item.index, size_in_bytes=piece.size_bytes, storage_data=(name, size))
+                for piece, item in pairs
+            ]
+        )
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        assert self.draft is not None
+        with explained("complete", self.folder, rank=self.rank):
+            self.draft.commit(dict(result.storage_data for share in results for result in share), self.manifest)
+
+
+class Reader(StorageReader):
+    """DCP's steps of a load over metadata that is already known."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        self.folder = folder
+        self.metadata = metadata
+        self.rank = _own_rank()
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        pass
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        return True
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.metadata.storage_data[item.storage_index], []).append(item)
+        for name, items in by_file.items():
+            with explained("read", self.folder / name, rank=self.rank), _open(self.folder / name) as file:
+                for item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    # The file is mapped: only the pages of the box are read.
+                    target.copy_(_box(file.get_slice(item.storage_index.fqn), item.storage_offsets, item.lengths))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What is stored where, from the headers of all files. Raises CheckpointError for an incomplete checkpoint."""
+    files = read_files(folder)
+    if (reason := complete(folder)) is not None:
+        fix = "take an older checkpoint, or copy this one again"
+        raise CheckpointError(f"{folder} is not a complete checkpoint", why=reason, fix=fix)
+    tensors: dict[str, Any] = {}
+    where: dict[MetadataIndex, str] = {}
+    for file in files:
+        with explained("read", folder / file, rank=_own_rank()), _open(folder / file) as pieces:
+            offsets = json.loads(pieces.metadata()[SHARDING_KEY])
+            for name in pieces.keys():  # noqa: SIM118  not a dict
+                piece = pieces.get_slice(name)
+                start = torch.Size(offsets[name]["saved_offsets"])
+                shape = torch.Size(piece.get_shape())
+                end = torch.Size(map(sum, zip(start, shape, strict=True)))
+                properties = TensorProperties(dtype=_DTYPES[piece.get_dtype()])
+                entry = tensors.setdefault(name, TensorStorageMetadata(properties, end, []))
+                entry.size = torch.Size(map(max, zip(entry.size, end, strict=True)))
+                entry.chunks.append(ChunkStorageMetadata(start, shape))
+                where[MetadataIndex(name, start)] = file
+    for name, entry in tensors.items():
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+            raise CheckpointError(f"{folder} is not a complete checkpoint", why=f"pieces of {name} are missing")
+    return Metadata(state_dict_metadata=tensors, storage_data=where)
+
+
+def _open(path: Path) -> Any:
+    return safe_open(str(path), framework="pt")
+
+
+def _box(piece: Any, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
+    ranges = [slice(start, start + length) for start, length in zip(offsets, lengths, strict=True)]
+    box: torch.Tensor = piece[tuple(ranges)]
+    return box
+
+
+def _piece(item: WriteItem) -> Piece:
+    assert item.tensor_data is not None
+    chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
+    return Piece(
+        name=item.index.fqn,
+        dtype=_CODES[dtype],
+        shape=tuple(chunk.sizes),
+        offsets=tuple(chunk.offsets),
+        size_bytes=math.prod(chunk.sizes) * dtype.itemsize,
+    )
+
+
+def _as_bytes(tensor: Any) -> memoryview:
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _own_rank() -> int:
+    return dist.get_rank() if is_distributed() else 0

@@ -1,0 +1,131 @@
+"""Initial weights that do not depend on the layout, each rank keeping only its slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from meshwright.errors import ConfigError
+from meshwright.runtime.seeds import preserved_random_state, seed_for
+from meshwright.runtime.units import Owner, owners
+
+__all__ = ["materialise", "meta_parameters", "move_buffers", "share_values", "store_parameters_as"]
+
+
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Modules built inside have their parameters on the meta device and their buffers real.
+
+    (`to_empty` on a model that was built on the meta device would leave garbage in every buffer.)
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def materialise(model: nn.Module, *, device: torch.device, seed: int) -> None:
+    """Give every meta parameter its initial values: the model's own init functions, run module by module.
+
+    A module's own parameters are allocated whole, initialised with the random stream of (seed, module name), and cut
+    to this rank's slices before the next module is touched, so at most one module is whole at a time. The init function
+    is the model's `_init_weights(module)` (Hugging Face's convention) or the module's `reset_parameters()`.
+
+    Raises:
+        ConfigError: a module has parameters but no init function.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    places = {name: where for name, where in owners(model).items() if _get(where[0]).is_meta}
+    by_module: dict[int, tuple[nn.Module, dict[str, tuple[Owner, ...]]]] = {}
+    for name, where in places.items():
+        by_module.setdefault(id(where[0].module), (where[0].module, {}))[1][name] = where
+    with preserved_random_state(device), torch.no_grad():
+        for module, parameters in by_module.values():
+            sharded = {name: _get(where[0]) for name, where in parameters.items()}
+            for name, where in parameters.items():
+                meta = sharded[name]
+                whole = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+                setattr(where[0].module, where[0].name, nn.Parameter(whole, requires_grad=meta.requires_grad))
+            own = {where[0].name for where in parameters.values()}
+            borrowed = {name: p for name, p in module.named_parameters(recurse=False) if name not in own}
+            for name, tied in borrowed.items():  # what another module owns keeps the values it got there
+                scratch = torch.empty(tied.shape, dtype=tied.dtype, device=device)
+                setattr(module, name, nn.Parameter(scratch, requires_grad=tied.requires_grad))
+            torch.manual_seed(seed_for(seed, "init", names[id(module)]))
+            _init_function(model, module, names[id(module)])()
+            for name, tied in borrowed.items():
+                setattr(module, name, tied)
+            for name, where in parameters.items():
+                _place(where, _sliced(_get(where[0]), sharded[name]))
+
+
+def share_values(model: nn.Module, device: torch.device) -> None:
+    """Move a model with real values to the device and give every rank those of rank 0, tensor by tensor."""
+    model.to(device)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if not tensor.is_meta:
+                value = tensor.contiguous()
+                dist.broadcast(value, src=0)
+                tensor.copy_(value)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a model with meta parameters to the device."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def store_parameters_as(model: nn.Module, dtype: torch.dtype) -> None:
+    """Store every floating-point parameter in `dtype`."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _get(owner: Owner) -> nn.Parameter:
+    parameter: nn.Parameter = getattr(owner.module, owner.name)
+    return parameter
+
+
+def _place(where: tuple[Owner, ...], parameter: nn.Parameter) -> None:
+    for owner in where:
+        setattr(owner.module, owner.name, parameter)
+
+
+def _sliced(whole: nn.Parameter, meta: nn.Parameter) -> nn.Parameter:
+    if not isinstance(meta, DTensor):
+        return whole
+    local = distribute_tensor(whole.detach(), meta.device_mesh, meta.placements, src_data_rank=None)
+    return nn.Parameter(local, requires_grad=meta.requires_grad)
+
+
+def _init_function(model: nn.Module, module: nn.Module, name: str) -> Callable[[], Any]:
+    whole_model = getattr(model, "_init_weights", None)
+    if callable(whole_model):
+        return lambda: whole_model(module)
+    own = getattr(module, "reset_parameters", None)
+    if callable(own):
+        return own  # type: ignore[no-any-return]
+    raise ConfigError(
+        f"module {name or 'root'} ({type(module).__name__}) has parameters but no init function",
+        why="a model that is given as a builder is initialised module by module",
+        fix="give it a reset_parameters() method or the model an _init_weights(module) method, or pass a built model",
+    )

@@ -1,0 +1,63 @@
+"""The loss contract: a sum and its weight, so that the loss of a step is all sums over the global weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshwright.errors import ConfigError
+
+__all__ = ["LossFunction", "MeanLoss", "call_loss"]
+
+#: `(outputs, targets) -> (sum, weight)`: a differentiable scalar and the number (or tensor) it is the sum over.
+LossFunction = Callable[[Any, Any], Any]
+
+
+class MeanLoss:
+    """A loss that returns a mean, with how to count what it is the mean over.
+
+    Args:
+        mean: `(outputs, targets) -> scalar`, the mean loss of one microbatch.
+        weight: `targets -> number or scalar tensor`, what the mean divides by, for example the number of valid labels.
+
+    A microbatch of weight 0 (no valid label) adds nothing, even where its mean is not a number.
+    """
+
+    def __init__(self, mean: Callable[[Any, Any], torch.Tensor], *, weight: Callable[[Any], Any]) -> None:
+        self._mean = mean
+        self._weight = weight
+
+    def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        mean = self._mean(outputs, targets)
+        weight = torch.as_tensor(self._weight(targets), dtype=torch.float64, device=mean.device)
+        total = torch.where(weight > 0, mean, torch.zeros_like(mean)) * weight.to(mean.dtype)
+        return total, weight
+
+
+def call_loss(loss: LossFunction, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call a loss and check what it returns.
+
+    Returns:
+        The scalar sum (differentiable) and the weight (float64 scalar on the same device).
+
+    Raises:
+        ConfigError: the loss does not return a scalar sum and a weight.
+    """
+    result = loss(outputs, targets)
+    if not isinstance(result, tuple) or len(result) != 2:
+        shown = f"a {type(result).__name__}" if not isinstance(result, tuple) else f"{len(result)} values"
+        raise ConfigError(
+            f"the loss returned {shown}",
+            why="Meshwright divides the sum of all losses by the global weight, so it needs both",
+            fix="return (sum, weight), or wrap a mean: MeanLoss(fn, weight=count_of_valid_labels)",
+        )
+    total, weight = result
+    if not isinstance(total, torch.Tensor) or total.numel() != 1:
+        shape = tuple(total.shape) if isinstance(total, torch.Tensor) else type(total).__name__
+        raise ConfigError(f"the loss sum is not a scalar tensor: {shape}", fix="sum it over all elements")
+    weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
+    if weight.numel() != 1:
+        raise ConfigError(f"the loss weight is not one number: shape {tuple(weight.shape)}", fix="return one number")
+    return total.reshape(()), weight.reshape(())

@@ -1,0 +1,76 @@
+"""Computing in a narrower dtype than parameters are stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.runtime.units import Owner, Unit
+
+__all__ = ["ComputeCopies", "cast_inputs", "map_tensors"]
+
+
+def map_tensors(function: Any, value: Any) -> Any:
+    """Apply a function to every tensor in nested tuples, lists and mappings; all else stays as it is."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(function, item) for item in value)
+    if isinstance(value, dict):
+        return type(value)((key, map_tensors(function, item)) for key, item in value.items())
+    if isinstance(value, Mapping):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    return value
+
+
+def cast_inputs(modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
+    """Cast the floating-point inputs of these modules to the compute dtype before each forward."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return map_tensors(cast, args), map_tensors(cast, kwargs)
+
+    for module in modules:
+        module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+class ComputeCopies:
+    """Copies of whole parameters in the compute dtype, in the parameters' places while they exist.
+
+    This is what ZeRO-0 computes with when parameters are stored wider: P parameters cost cP bytes during a step.
+    """
+
+    def __init__(self, units: Sequence[Unit], dtype: torch.dtype) -> None:
+        self._places: dict[str, tuple[Owner, ...]] = {
+            name: where for unit in units for name, where in unit.parameters.items()
+        }
+        self._dtype = dtype
+        self.stored: dict[str, nn.Parameter] = {}
+        self.copies: dict[str, nn.Parameter] = {}
+
+    def __enter__(self) -> dict[str, nn.Parameter]:
+        for name, where in self._places.items():
+            stored: nn.Parameter = getattr(where[0].module, where[0].name)
+            self.stored[name] = stored
+            copy = (
+                nn.Parameter(stored.detach().to(self._dtype), stored.requires_grad)
+                if stored.is_floating_point()
+                else stored
+            )
+            self.copies[name] = copy
+            for owner in where:
+                setattr(owner.module, owner.name, copy)
+        return self.copies
+
+    def __exit__(self, *_: object) -> None:
+        for name, where in self._places.items():
+            for owner in where:
+                setattr(owner.module, owner.name, self.stored[name])
+        self.stored, self.copies = {}, {}

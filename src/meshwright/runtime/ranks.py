@@ -1,0 +1,93 @@
+"""The ranks: joining the process group, and the data-parallel mesh of a strategy."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.errors import ConfigError
+from meshwright.spec import Strategy
+
+__all__ = ["data_parallel_mesh", "global_rank", "host_group", "join_ranks", "local_device", "world_size"]
+
+
+def local_device(kind: str | None = None) -> torch.device:
+    """This rank's device: its own accelerator where there is one, otherwise the CPU.
+
+    Args:
+        kind: torch device type to use; None for the accelerator if there is one.
+    """
+    if kind is None:
+        kind = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"  # type: ignore[union-attr]
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def join_ranks(device: torch.device, *, timeout_s: float = 600.0) -> None:
+    """Join the process group that a launcher described in the environment; nothing to do where there is none."""
+    if dist.is_initialized() or "RANK" not in os.environ:
+        return
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def host_group(device: torch.device) -> dist.ProcessGroup | None:
+    """A group for coordination on the host (checkpoints), where the default group only speaks to accelerators.
+
+    None where the default group serves, or there is none.
+    """
+    if not dist.is_initialized() or device.type == "cpu":
+        return None
+    group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
+    return group
+
+
+def world_size() -> int:
+    """Ranks in the process group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def global_rank() -> int:
+    """This rank's number; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def data_parallel_mesh(strategy: Strategy, device: torch.device) -> DeviceMesh | None:
+    """The mesh over which ZeRO shards: dimension `dp_shard`, preceded by `dp_replicate` for hybrid sharding.
+
+    None for a single rank without a process group.
+
+    Raises:
+        ConfigError: the world size is not the one that the strategy needs.
+    """
+    world = world_size()
+    if world != strategy.world_size:
+        launched = (
+            f"this process group has {world} ranks"
+            if dist.is_initialized()
+            else "there is one process without a process group: RANK and WORLD_SIZE are not set"
+        )
+        raise ConfigError(
+            f"the strategy {strategy} needs {strategy.world_size} ranks, but the world size is {world}",
+            why=launched,
+            fix=f"launch with torchrun --nproc-per-node={strategy.world_size} or meshwright train, or set dp={world}",
+        )
+    if not dist.is_initialized():
+        return None
+    sizes = {"dp_replicate": strategy.replicas, "dp_shard": strategy.shard}
+    order = [name for name in strategy.mesh_order if name in sizes]
+    ranks = torch.arange(strategy.dp).reshape([sizes[name] for name in order])
+    if order[0] == "dp_shard":
+        ranks = ranks.transpose(0, 1)
+    if strategy.replicas == 1 or strategy.shard == 1:
+        return DeviceMesh(
+            device.type, ranks.reshape(-1), mesh_dim_names=("dp_shard" if strategy.shard > 1 else "dp_replicate",)
+        )
+    return DeviceMesh(device.type, ranks.contiguous(), mesh_dim_names=("dp_replicate", "dp_shard"))

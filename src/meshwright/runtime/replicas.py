@@ -1,0 +1,145 @@
+"""ZeRO-0: whole parameters on every rank, gradients in one flat bucket per unit, all-reduced while backward goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.runtime.collectives import Traffic
+from meshwright.runtime.precision import ComputeCopies
+from meshwright.runtime.units import Unit
+from meshwright.runtime.zero import Zero
+
+__all__ = ["Bucket", "Replicas"]
+
+
+class Bucket:
+    """The gradients of one unit in one flat tensor; each stored parameter's `.grad` is a view of it."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self.ready = 0
+        self.work: dist.Work | None = None
+        first = next(iter(self.parameters.values()), None)
+        size = sum(p.numel() for p in self.parameters.values())
+        self.flat = torch.zeros(size, dtype=first.dtype, device=first.device) if first is not None else torch.zeros(0)
+        offset = 0
+        for parameter in self.parameters.values():
+            parameter.grad = self.flat[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+
+    def arrived(self) -> bool:
+        """One more gradient is whole; whether it was the unit's last."""
+        self.ready += 1
+        return self.ready == len(self.parameters)
+
+    def launch(self, group: dist.ProcessGroup | None, traffic: Traffic) -> None:
+        """Start the all-reduce."""
+        traffic.count("all_reduce")
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+
+class Replicas(Zero):
+    """Own bucket reducer. All ranks launch the buckets in the same fixed order, whatever each rank's backward does."""
+
+    def __init__(
+        self, units: Sequence[Unit], *, compute_dtype: torch.dtype, stored_dtype: torch.dtype, traffic: Traffic
+    ) -> None:
+        super().__init__(units)
+        self._traffic = traffic
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self.find_stored()
+        self._copies = ComputeCopies(units, compute_dtype) if compute_dtype != stored_dtype else None
+        self._context = ExitStack()
+        self._buckets: list[Bucket] = []
+        self._launched = 0
+        self._reducing = False
+        if self._copies is None:
+            self._watch(self.stored)
+
+    @property
+    def counts_norm(self) -> bool:
+        return self._world == 1 or dist.get_rank() == 0
+
+    def begin_step(self) -> None:
+        self.used.clear()
+        self._launched, self._reducing = 0, False
+        self._buckets = [Bucket({n: self.stored[n] for n in unit.parameters}) for unit in reversed(self.units)]
+        if self._copies is not None:
+            self._watch(self._context.enter_context(self._copies))
+        self._note()
+
+    def before_forward(self, *, release: bool) -> None:
+        """Nothing to gather: parameters are whole."""
+
+    def before_backward(self, *, reduce: bool, release: bool, last: bool) -> None:
+        self._reducing = reduce
+        for bucket in self._buckets:
+            bucket.ready = 0
+
+    def finish_reduces(self) -> None:
+        if self._reducing:
+            self._launch_ready(all_of_them=True)
+            for bucket in self._buckets:
+                if bucket.work is not None:
+                    bucket.work.wait()
+                    bucket.work = None
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: p.grad for bucket in self._buckets for name, p in bucket.parameters.items() if p.grad is not None}
+
+    def end_step(self) -> None:
+        self._context.close()
+        super().end_step()
+        self._buckets = []
+
+    def begin_evaluation(self) -> None:
+        if self._copies is not None:
+            self._context.enter_context(self._copies)
+
+    def end_evaluation(self) -> None:
+        self._context.close()
+
+    def gathered_storages(self) -> list[torch.UntypedStorage]:
+        copies = self._copies.copies.values() if self._copies is not None else ()
+        return [copy.untyped_storage() for copy in copies]
+
+    def gradient_storages(self) -> list[torch.UntypedStorage]:
+        return [bucket.flat.untyped_storage() for bucket in self._buckets]
+
+    def _watch(self, computed: dict[str, nn.Parameter]) -> None:
+        """Hear of every gradient of the parameters that are computed with."""
+        for index, unit in enumerate(reversed(self.units)):
+            for name in unit.parameters:
+                if computed[name].requires_grad:
+                    computed[name].register_post_accumulate_grad_hook(partial(self._arrived, name=name, index=index))
+
+    def _arrived(self, parameter: torch.Tensor, *, name: str, index: int) -> None:
+        if not self._buckets:
+            return
+        bucket = self._buckets[index]
+        self.used.mark(name)
+        if self._copies is not None and parameter.grad is not None:
+            whole = bucket.parameters[name].grad
+            if whole is not None:
+                whole.add_(parameter.grad)
+            parameter.grad = None
+        last = bucket.arrived()
+        if bucket.ready == 1 or last:
+            self._note()
+        if last and self._reducing and self._world > 1:
+            self._launch_ready()
+
+    def _launch_ready(self, *, all_of_them: bool = False) -> None:
+        while self._world > 1 and self._launched < len(self._buckets):
+            bucket = self._buckets[self._launched]
+            if not all_of_them and bucket.ready < len(bucket.parameters):
+                return
+            if bucket.parameters:
+                bucket.launch(None, self._traffic)
+            self._launched += 1

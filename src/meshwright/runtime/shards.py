@@ -1,0 +1,155 @@
+"""ZeRO-1/2/3 and hybrid sharding: FSDP2 on every unit, its gathers, reduces and releases ruled by the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from meshwright.runtime._torch import gathered_storages, unsharded_gradient_storages, use_explicit_gathers
+from meshwright.runtime.collectives import CountedAllGather, CountedReduceScatter, Traffic
+from meshwright.runtime.units import Unit
+from meshwright.runtime.zero import Zero
+
+__all__ = ["Shards"]
+
+
+class Shards(Zero):
+    """Sharded units over a mesh with the dimension `dp_shard`, or `dp_replicate` x `dp_shard` for hybrid sharding.
+
+    Sums only: FSDP2's own division by the world size is switched off on every unit (its setters do not recurse), since
+    gradients are divided once, by the global weight of the loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        mesh: DeviceMesh,
+        *,
+        zero: int,
+        prefetch: int,
+        compute_dtype: torch.dtype,
+        stored_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        traffic: Traffic,
+    ) -> None:
+        super().__init__(units)
+        self._traffic = traffic
+        self._mesh = mesh
+        self._zero = zero
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype if compute_dtype != stored_dtype else None,
+            reduce_dtype=reduce_dtype if reduce_dtype != compute_dtype else None,
+            cast_forward_inputs=False,
+        )
+        options = {"mesh": mesh, "reshard_after_forward": zero == 3, "mp_policy": policy}
+        nested = [unit for unit in units if unit.modules != (model,)]
+        for unit in nested:
+            fully_shard(list(unit.modules) if len(unit.modules) > 1 else unit.modules[0], **options)  # type: ignore[call-overload]
+        fully_shard(model, **options)  # type: ignore[call-overload]
+        self._root = model
+        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in self._sharded:
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+            module.set_custom_all_gather(CountedAllGather(traffic))
+            module.set_custom_reduce_scatter(CountedReduceScatter(traffic))
+            if "dp_replicate" in (mesh.mesh_dim_names or ()):
+                module.set_all_reduce_hook(lambda _: traffic.count("all_reduce"))
+        self._fsdp.set_reduce_scatter_unused_params(True)
+        use_explicit_gathers(self._fsdp)
+        self._plan_prefetch([unit.modules[0] for unit in nested], prefetch)
+        self._seen: set[int] = set()
+        self._arrived: dict[str, int] = {}
+        for unit in units:
+            for part in unit.modules:
+                part.register_forward_pre_hook(lambda module, args, unit=unit: self._gathered(unit))
+                part.register_forward_hook(lambda module, args, output: self._note(), prepend=True)
+
+    @property
+    def _fsdp(self) -> FSDPModule:
+        return self._root  # type: ignore[return-value]  # fully_shard makes it one
+
+    @property
+    def counts_norm(self) -> bool:
+        return "dp_replicate" not in (self._mesh.mesh_dim_names or ()) or self._mesh.get_local_rank("dp_replicate") == 0
+
+    def begin_step(self) -> None:
+        self.used.clear()
+        self._traffic.buffer_moment = self.moment
+
+    def before_forward(self, *, release: bool) -> None:
+        for module in self._sharded:
+            module.set_reshard_after_forward(release, recurse=False)
+
+    def before_backward(self, *, reduce: bool, release: bool, last: bool) -> None:
+        self._arrived = {}
+        self._fsdp.set_is_last_backward(last)
+        self._fsdp.set_requires_gradient_sync(reduce)
+        self._fsdp.set_requires_all_reduce(last)
+        self._fsdp.set_reshard_after_backward(release)
+
+    def finish_reduces(self) -> None:
+        """Backward has waited for its reduces."""
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, parameter in self.stored.items():
+            if parameter.grad is not None:
+                found[name] = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        return found
+
+    def begin_evaluation(self) -> None:
+        self.before_forward(release=self._zero == 3)
+
+    def end_evaluation(self) -> None:
+        for module in self._sharded:
+            module.reshard()
+
+    def gathered_storages(self) -> list[torch.UntypedStorage]:
+        return list(gathered_storages(self._root))
+
+    def gradient_storages(self) -> list[torch.UntypedStorage]:
+        reduced = (tensor.untyped_storage() for tensor in self.gradients().values())
+        in_flight = (buffer.untyped_storage() for buffer in self._traffic.reduce_buffers)
+        return list(chain(reduced, unsharded_gradient_storages(self._root), in_flight))
+
+    def _plan_prefetch(self, order: list[nn.Module], prefetch: int) -> None:
+        """Which units each unit gathers ahead, in both directions; a list with the unit itself means none."""
+        for index, module in enumerate(order):
+            ahead = order[index + 1 : index + 1 + prefetch]
+            behind = order[max(0, index - prefetch) : index][::-1]
+            _fsdp_module(module).set_modules_to_forward_prefetch([_fsdp_module(m) for m in ahead])
+            _fsdp_module(module).set_modules_to_backward_prefetch([_fsdp_module(m) for m in behind or [module]])
+        first, last = order[:prefetch], order[::-1][:prefetch]
+        self._fsdp.set_modules_to_forward_prefetch([_fsdp_module(m) for m in first])
+        self._fsdp.set_modules_to_backward_prefetch([_fsdp_module(m) for m in last or [self._root]])
+
+    def _gathered(self, unit: Unit) -> None:
+        """A unit is whole: watch which of its parameters get gradients (once for each gathered parameter object)."""
+        self._note()
+        if not torch.is_grad_enabled():
+            return
+        for name in unit.parameters:
+            parameter = self.parameter(unit, name)
+            if id(parameter) not in self._seen and parameter.requires_grad and not isinstance(parameter, DTensor):
+                self._seen.add(id(parameter))
+                parameter.register_hook(lambda _, name=name, unit=unit: self._got_gradient(unit, name))
+
+    def _got_gradient(self, unit: Unit, name: str) -> None:
+        self.used.mark(name)
+        self._arrived[unit.name] = self._arrived.get(unit.name, 0) + 1
+        if self._arrived[unit.name] in (1, len(unit.parameters)):
+            self._note()
+
+
+def _fsdp_module(module: nn.Module) -> FSDPModule:
+    if not isinstance(module, FSDPModule):
+        raise TypeError(f"{type(module).__name__} is not sharded")  # an internal error: every unit has been sharded
+    return module

@@ -1,0 +1,120 @@
+"""Units: what ZeRO gathers and reduces at once. Found in any module, without knowing the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshwright.errors import ConfigError
+
+__all__ = ["Owner", "Unit", "find_blocks", "make_units", "owners"]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One place where a parameter hangs: a module and the parameter's name in it."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit: its name, the modules whose forward uses it, and its parameters by global name with all their owners.
+
+    The first unit of a model is the root unit: everything outside the blocks.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    parameters: dict[str, tuple[Owner, ...]]
+
+
+def owners(model: nn.Module) -> dict[str, tuple[Owner, ...]]:
+    """Every parameter once, by its first global name, with all places where it hangs (several when it is tied)."""
+    names: dict[int, str] = {}
+    found: dict[str, list[Owner]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            full = names.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
+            found.setdefault(full, []).append(Owner(module, name))
+    return {name: tuple(places) for name, places in found.items()}
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks of a model in order: the children of its outermost lists (`ModuleList`, `Sequential`, `ModuleDict`).
+
+    A list counts when at least two of its children hold parameters. A model without such a list has no blocks: all of
+    it is the root unit. A module that stands in a list twice is one block.
+    """
+    blocks: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+
+    def walk(prefix: str, module: nn.Module) -> None:
+        children = [(f"{prefix}.{name}" if prefix else name, child) for name, child in module.named_children()]
+        holding = [(name, child) for name, child in children if next(child.parameters(), None) is not None]
+        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) and len(holding) >= 2:
+            for name, child in holding:
+                if id(child) not in seen and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                    seen.add(id(child))
+                    blocks.append((name, child))
+                elif id(child) not in seen:
+                    walk(name, child)
+            return
+        for name, child in children:
+            walk(name, child)
+
+    walk("", model)
+    return blocks
+
+
+def make_units(
+    model: nn.Module, *, unit_blocks: int, blocks: Sequence[tuple[str, nn.Module]] | None = None
+) -> list[Unit]:
+    """Cut a model into the root unit and groups of `unit_blocks` consecutive blocks.
+
+    Blocks that share a parameter become one unit; a block that shares one with the rest of the model joins the root
+    unit (a tied weight must be gathered and reduced once). Units without parameters are left out.
+
+    Raises:
+        ConfigError: the model has no parameters.
+    """
+    places = owners(model)
+    if not places:
+        raise ConfigError(
+            "the model has no parameters", why="there is nothing to train", fix="give a model with parameters"
+        )
+    listed = list(find_blocks(model) if blocks is None else blocks)
+    group_of: dict[int, int] = {}
+    for index, (_, block) in enumerate(listed):
+        for module in block.modules():
+            group_of.setdefault(id(module), 1 + index // unit_blocks)
+    parent = list(range(1 + -(-len(listed) // unit_blocks)))
+
+    def find(group: int) -> int:
+        while parent[group] != group:
+            group = parent[group]
+        return group
+
+    for where in places.values():
+        groups = {find(group_of.get(id(owner.module), 0)) for owner in where}
+        lowest = min(groups)
+        for group in groups:
+            parent[group] = lowest
+    members: dict[int, list[tuple[str, nn.Module]]] = {}
+    for index, entry in enumerate(listed):
+        members.setdefault(find(1 + index // unit_blocks), []).append(entry)
+    parameters: dict[int, dict[str, tuple[Owner, ...]]] = {}
+    for name, where in places.items():
+        parameters.setdefault(find(group_of.get(id(where[0].module), 0)), {})[name] = where
+    units = [Unit("root", (model,), parameters[0])] if 0 in parameters else []
+    for group, entries in sorted(members.items()):
+        if group and group in parameters:
+            units.append(Unit(_span([name for name, _ in entries]), tuple(m for _, m in entries), parameters[group]))
+    return units
+
+
+def _span(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"

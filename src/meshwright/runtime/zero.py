@@ -1,0 +1,115 @@
+"""ZeRO: how a rank holds parameters and gradients, as one interface with two ways.
+
+`Replicas` (ZeRO-0, and shard groups of one) keeps all whole and all-reduces flat buckets; `Shards` (ZeRO-1/2/3, hybrid
+sharding) puts FSDP2 under the control of a schedule.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from meshwright.runtime.units import Unit
+
+__all__ = ["Used", "Zero"]
+
+
+class Used:
+    """Which parameters took part in a backward pass of this step on this rank, in a fixed order."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self._index = {name: i for i, name in enumerate(self.names)}
+        self.flags = torch.zeros(len(self.names), dtype=torch.float64)
+
+    def mark(self, name: str) -> None:
+        """The parameter has received a gradient."""
+        self.flags[self._index[name]] = 1.0
+
+    def clear(self) -> None:
+        """A new step."""
+        self.flags.zero_()
+
+
+class Zero(ABC):
+    """What the engine asks of a way to hold parameters and gradients."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = list(units)
+        self.used = Used([name for unit in units for name in unit.parameters])
+        self.stored: dict[str, nn.Parameter] = {}
+        #: Called at moments of a step when memory is worth counting; None when nobody counts.
+        self.moment: Callable[[], None] | None = None
+
+    @property
+    @abstractmethod
+    def counts_norm(self) -> bool:
+        """Whether this rank's gradients enter the global norm: each element must enter once over all ranks."""
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Before the first microbatch."""
+
+    @abstractmethod
+    def before_forward(self, *, release: bool) -> None:
+        """Before a microbatch's forward; `release`: its units are released after use."""
+
+    @abstractmethod
+    def before_backward(self, *, reduce: bool, release: bool, last: bool) -> None:
+        """Before a microbatch's backward: whether its gradients are reduced, its units released, and it is the last."""
+
+    @abstractmethod
+    def finish_reduces(self) -> None:
+        """After the last backward: all reduces have ended and `gradients()` are whole sums."""
+
+    @abstractmethod
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """This rank's reduced gradients by global name, as plain local tensors."""
+
+    def drop_unused(self, used: torch.Tensor) -> list[str]:
+        """Take the gradient away from parameters that no rank used (0 in `used`); their names."""
+        unused = []
+        for flag, (name, parameter) in zip(used.tolist(), self.stored.items(), strict=True):
+            if not flag and parameter.requires_grad:
+                parameter.grad = None
+                unused.append(name)
+        return unused
+
+    def end_step(self) -> None:
+        """After the optimizer: nothing of the step stays in memory."""
+        for parameter in self.stored.values():
+            parameter.grad = None
+
+    @abstractmethod
+    def begin_evaluation(self) -> None:
+        """Before forward passes without backward."""
+
+    @abstractmethod
+    def end_evaluation(self) -> None:
+        """After them: nothing stays gathered."""
+
+    def find_stored(self) -> None:
+        """Look up the stored parameters (by global name, in the order of `used.names`) while nothing is gathered."""
+        self.stored = {name: self.parameter(unit, name) for unit in self.units for name in unit.parameters}
+
+    @abstractmethod
+    def gathered_storages(self) -> list[torch.UntypedStorage]:
+        """Storages of parameters that are only there for computing."""
+
+    @abstractmethod
+    def gradient_storages(self) -> list[torch.UntypedStorage]:
+        """Storages of gradients, whole, partial or reduced, and of reduces in flight."""
+
+    def _note(self) -> None:
+        if self.moment is not None:
+            self.moment()
+
+    @staticmethod
+    def parameter(unit: Unit, name: str) -> nn.Parameter:
+        """The parameter that stands in its place now."""
+        owner = unit.parameters[name][0]
+        found: nn.Parameter = getattr(owner.module, owner.name)
+        return found

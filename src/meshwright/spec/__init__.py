@@ -1,0 +1,39 @@
+"""The nouns: what a model, a cluster, a job, a strategy and a plan are. Nothing here imports torch."""
+
+from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
+from meshwright.spec.decoder import DecoderShape, describe
+from meshwright.spec.job import DTYPE_BYTES, Job, OptimizerSpec
+from meshwright.spec.machine import this_machine
+from meshwright.spec.model import BlockSpec, ModelSpec
+from meshwright.spec.plan import PLAN_FORMAT, Cost, Plan, Provenance, Rejected, RunnerUp
+from meshwright.spec.strategy import Offload, Strategy
+from meshwright.spec.support import is_executable, require_executable
+from meshwright.spec.text import Assignment, parse_assignments, parse_strategy
+
+__all__ = [
+    "DTYPE_BYTES",
+    "PLAN_FORMAT",
+    "Assignment",
+    "BlockSpec",
+    "Cluster",
+    "Cost",
+    "DecoderShape",
+    "Device",
+    "Job",
+    "Link",
+    "ModelSpec",
+    "NodeGroup",
+    "Offload",
+    "OptimizerSpec",
+    "Plan",
+    "Provenance",
+    "Rejected",
+    "RunnerUp",
+    "Strategy",
+    "describe",
+    "is_executable",
+    "parse_assignments",
+    "parse_strategy",
+    "require_executable",
+    "this_machine",
+]

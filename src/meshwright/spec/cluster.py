@@ -1,0 +1,100 @@
+"""Cluster: the machines a job may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshwright.errors import ConfigError
+
+__all__ = ["Cluster", "Device", "Link", "NodeGroup"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device: the place of one rank. On a CPU machine a device is one core with its share of the host memory.
+
+    `kind` is torch's device type. `peak_flops_per_s` maps a dtype to the peak of dense matrix products; what is not
+    known is left out, never guessed.
+    """
+
+    name: str
+    kind: str = "cpu"
+    memory_bytes: int
+    memory_bytes_per_s: float | None = None
+    peak_flops_per_s: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes < 1:
+            raise ConfigError(
+                f"device {self.name}: memory_bytes={self.memory_bytes} is not positive",
+                fix="give the memory of one device in bytes",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A link tier: latency of one message and bandwidth per device and direction."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if self.latency_s < 0 or self.bytes_per_s <= 0:
+            raise ConfigError(
+                f"link with latency_s={self.latency_s}, bytes_per_s={self.bytes_per_s}",
+                why="a link has a latency of 0 or more and a positive bandwidth",
+                fix="give seconds and bytes per second",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeGroup:
+    """`count` equal nodes of `devices` devices each, with the host's memory and links where they are known."""
+
+    count: int = 1
+    devices: int
+    device: Device
+    host_memory_bytes: int | None = None
+    inside: Link | None = None
+    host_link: Link | None = None
+    disk: Link | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("count", "devices"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"nodes.{name}={getattr(self, name)} is not positive", fix=f"set nodes.{name} to 1 or more"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """All nodes, and the link between them. `memory_fraction` is how much of a device's memory a plan may use."""
+
+    name: str
+    nodes: tuple[NodeGroup, ...]
+    between: Link | None = None
+    memory_fraction: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise ConfigError(f"cluster {self.name} has no nodes", fix="list at least one [[cluster.nodes]]")
+        if not 0 < self.memory_fraction <= 1:
+            raise ConfigError(
+                f"cluster.memory_fraction={self.memory_fraction} is not in (0, 1]", fix="use a fraction such as 0.9"
+            )
+
+    @property
+    def devices(self) -> int:
+        """Devices in all nodes: the most ranks there can be."""
+        return sum(group.count * group.devices for group in self.nodes)
+
+    @property
+    def device_kind(self) -> str:
+        """torch's device type of the first node's devices."""
+        return self.nodes[0].device.kind
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes a plan may use on the smallest device."""
+        return int(min(group.device.memory_bytes for group in self.nodes) * self.memory_fraction)

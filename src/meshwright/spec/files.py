@@ -1,0 +1,164 @@
+"""The bridge between TOML tables and the nouns: one reader, one writer, one style of error."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+import tomllib
+import types
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import tomli_w
+
+from meshwright.errors import ConfigError
+
+__all__ = ["dump_toml", "from_table", "load_toml", "read_noun", "require_format", "to_table", "write_text"]
+
+T = TypeVar("T")
+Table = dict[str, Any]
+
+
+def load_toml(path: str | Path) -> Table:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, not text or not TOML (with line and column).
+    """
+    place = Path(path)
+    try:
+        return tomllib.loads(place.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"no file {place}", why="the file does not exist", fix=_similar_file(place)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {place}", why=str(error), fix="give a readable TOML file") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{place} is not valid TOML", why=str(error), fix="correct the file at that place") from error
+
+
+def from_table(cls: type[T], table: Any, where: str) -> T:
+    """Build a noun from a table; `where` is the path of the table, used in errors.
+
+    Raises:
+        ConfigError: an unknown key (the nearest known one is named), a missing key, a wrong type or an illegal value.
+    """
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} is not a table", why=f"found {table!r}", fix=f"write a [{where}] table")
+    _check_keys(cls, table, where)
+    try:
+        return msgspec.convert(table, type=cls, strict=True)
+    except msgspec.ValidationError as error:
+        raise _plain(error, table, where) from error
+
+
+def read_noun(cls: type[T], path: str | Path) -> T:
+    """Read a whole file as one noun with a format version."""
+    table = load_toml(path)
+    require_format(table, str(path))
+    return from_table(cls, table, "")
+
+
+def require_format(table: Table, where: str) -> None:
+    """Refuse a file of another format version.
+
+    Raises:
+        ConfigError: `format` is missing or not the version that is read here.
+    """
+    from meshwright.spec.plan import PLAN_FORMAT
+
+    found = table.get("format")
+    if found != PLAN_FORMAT or isinstance(found, bool):
+        raise ConfigError(
+            f"{where}: format={found!r} cannot be read",
+            why=f"this version reads format {PLAN_FORMAT}",
+            fix=f"write `format = {PLAN_FORMAT}` at the top of a file with today's keys",
+        )
+
+
+def to_table(noun: Any) -> Table:
+    """A noun as a TOML table; values that are None (not known) are left out."""
+    table: Table = _without_none(msgspec.to_builtins(noun))
+    return table
+
+
+def dump_toml(table: Table) -> str:
+    """A table as TOML text."""
+    return tomli_w.dumps(table)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all: beside it first, then renamed.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}", why=str(error), fix="choose a folder that you may write to"
+        ) from error
+
+
+def _check_keys(cls: Any, table: Table, where: str) -> None:
+    hints = get_type_hints(cls)
+    known = {entry.name for entry in fields(cls)}
+    for key, value in table.items():
+        place = f"{where}.{key}" if where else key
+        if key not in known:
+            near = difflib.get_close_matches(key, sorted(known), n=1)
+            raise ConfigError(
+                f"unknown key {place}",
+                why=f"{where or 'the file'} has the keys {', '.join(sorted(known))}",
+                fix=f"did you mean {near[0]}?" if near else "remove the key",
+            )
+        for nested in _dataclasses_in(hints[key]):
+            if isinstance(value, dict):
+                _check_keys(nested, value, place)
+            elif isinstance(value, list):
+                for index, item in enumerate(value):
+                    if isinstance(item, dict):
+                        _check_keys(nested, item, f"{place}[{index}]")
+
+
+def _dataclasses_in(hint: Any) -> list[Any]:
+    if is_dataclass(hint):
+        return [hint]
+    if get_origin(hint) in (tuple, list, Union, types.UnionType):
+        return [found for arg in get_args(hint) for found in _dataclasses_in(arg)]
+    return []
+
+
+def _plain(error: msgspec.ValidationError, table: Table, where: str) -> ConfigError:
+    """msgspec's text, for example "Expected `int`, got `str` - at `$.dp`", in this project's form."""
+    what, _, at = str(error).partition(" - at `$")
+    path = f"{where}{at.rstrip('`')}".lstrip(".") or "the file"
+    value: Any = table
+    for part in at.rstrip("`").lstrip(".").replace("[", ".").replace("]", "").split("."):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+    shown = "" if value is table else f"={value!r}"
+    return ConfigError(f"{path}{shown} is not right", why=what.replace("`", ""), fix=f"correct {path}")
+
+
+def _similar_file(place: Path) -> str:
+    folder = place.parent if place.parent.is_dir() else Path()
+    near = difflib.get_close_matches(place.name, [entry.name for entry in folder.glob("*.toml")], n=1)
+    return f"did you mean {folder / near[0]}?" if near else "give the path of an existing file"
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_none(item) for item in value]
+    return value

@@ -1,0 +1,107 @@
+"""ModelSpec: a model as an ordered list of blocks with what each costs, known without building it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshwright.errors import ConfigError
+
+__all__ = ["BlockSpec", "ModelSpec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpec:
+    """One block: what ZeRO can gather as a unit and a pipeline can place on a stage.
+
+    Figures hold for one sequence of the model's `sequence` tokens, for tensor-parallel degree 1, and grow linearly
+    with the number of sequences in a microbatch; `fixed_bytes` alone does not.
+
+    `parameters` counts elements that this block owns (a tied weight belongs to the first block that uses it);
+    `tied_parameters` counts those it uses but another block owns. `tensors` lists the shapes of the owned parameters:
+    sharding cuts each on dim 0, so that padding is exact; without it the block is taken as one flat tensor.
+    `forward_flops` counts two per multiply-add. `moved_bytes` are bytes read and written by the forward's operations.
+    `saved_bytes` maps a recompute policy to the bytes kept from forward to backward, each storage once, and
+    `alive_bytes` to what is alive while the block's own backward runs: what was kept and what is computed again (left
+    out: as much as without recompute). `fixed_bytes` is kept once per microbatch, whatever its number of sequences.
+    `output_bytes` is what leaves the block. `backward_extra_bytes` is the largest amount alive at a block boundary of
+    the backward pass besides what was saved (the gradient that enters the block; for the head the gradient of the
+    logits).
+    """
+
+    name: str
+    kind: Literal["embedding", "layer", "head"]
+    parameters: int
+    forward_flops: int
+    moved_bytes: int
+    saved_bytes: dict[str, int]
+    output_bytes: int
+    backward_extra_bytes: int = 0
+    tied_parameters: int = 0
+    tensors: tuple[tuple[int, ...], ...] = ()
+    alive_bytes: dict[str, int] = field(default_factory=dict)
+    fixed_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.parameters < 0 or self.forward_flops < 0 or min(self.saved_bytes.values(), default=0) < 0:
+            raise ConfigError(f"block {self.name}: a negative count", fix="describe the block with counts of 0 or more")
+        held = sum(math.prod(shape) for shape in self.tensors)
+        if self.tensors and held != self.parameters:
+            raise ConfigError(
+                f"block {self.name}: its tensors hold {held} elements, but parameters={self.parameters}",
+                fix="list the shape of every parameter that the block owns",
+            )
+
+    def share(self, group: int) -> int:
+        """Elements of this block that each rank of a shard group stores, padding included.
+
+        Each tensor is cut on dim 0 into `group` equal pieces, the last ones padded (`torch.chunk`, as `fully_shard`).
+        """
+        tensors = self.tensors or ((self.parameters,),)
+        return sum(-(-shape[0] // group) * math.prod(shape[1:]) for shape in tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model: its blocks in forward order, for a given sequence length (tokens) and compute dtype.
+
+    `loss_bytes` is what the loss keeps for backward, per sequence, besides the logits.
+    """
+
+    name: str
+    sequence: int
+    compute_dtype: str
+    blocks: tuple[BlockSpec, ...]
+    loss_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not any(block.kind == "layer" for block in self.blocks):
+            raise ConfigError(f"model {self.name} has no layer", fix="describe at least one block of kind 'layer'")
+
+    @property
+    def parameters(self) -> int:
+        """Parameter elements, tied weights once."""
+        return sum(block.parameters for block in self.blocks)
+
+    @property
+    def layers(self) -> tuple[BlockSpec, ...]:
+        """The repeated blocks, in order."""
+        return tuple(block for block in self.blocks if block.kind == "layer")
+
+    @property
+    def root_parameters(self) -> int:
+        """Parameter elements outside the layers: the root unit of ZeRO."""
+        return self.parameters - sum(block.parameters for block in self.layers)
+
+    def units(self, unit_blocks: int) -> tuple[int, ...]:
+        """Parameter elements of each ZeRO unit that holds any: the root unit first, then groups of `unit_blocks` layers."""
+        return tuple(
+            size for size in (sum(b.parameters for b in unit) for unit in self.unit_groups(unit_blocks)) if size
+        )
+
+    def unit_groups(self, unit_blocks: int) -> tuple[tuple[BlockSpec, ...], ...]:
+        """The blocks of each ZeRO unit: the root unit first (it may hold no parameters), then groups of layers."""
+        layers = self.layers
+        groups = [layers[i : i + unit_blocks] for i in range(0, len(layers), unit_blocks)]
+        return (tuple(block for block in self.blocks if block.kind != "layer"), *groups)

@@ -1,0 +1,1 @@
+"""Said is done: counted bytes and collectives against the table of ZeRO."""

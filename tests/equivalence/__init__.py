@@ -1,0 +1,1 @@
+"""Same numbers: every strategy against one process, and one process against plain PyTorch."""

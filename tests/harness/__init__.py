@@ -1,0 +1,1 @@
+"""Tools that tests share: ranks, cases, references, tolerances."""

@@ -1,0 +1,249 @@
+"""A case: one training run of three steps, its reference in one process, and the worker that runs either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW, Optimizer
+
+from tests.harness.float64 import float32_upcasts_stay_float64
+from tests.harness.models import builder, loss_of, make_batch
+from tests.harness.ranks import run_one, run_ranks
+from tests.harness.records import Run, Step
+from tests.harness.tolerance import Mismatch, compare, show
+
+from meshwright.runtime import Engine
+from meshwright.spec import Job, Strategy
+
+__all__ = ["Case", "build_engine", "check", "check_many", "differences", "make_optimizer", "real_model", "run_case", "run_engine"]
+
+STEPS = 3
+SEQUENCE = 53
+LEARNING_RATES = {"sgd": 0.1, "adamw": 0.01, "adamw-default-eps": 0.01}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained (model, data, dtypes, optimizer) and how (world to unit_blocks).
+
+    `source`: the Engine gets a `builder`, or a `module` with real values. `dtype` is that of stored parameters,
+    `compute` the compute dtype where it differs. `rate` is the learning rate, the optimizer's usual one by default.
+    `microbatch` counts sequences of 53 tokens.
+    """
+
+    model: str = "decoder"
+    source: str = "builder"
+    tied: bool = False
+    valid: str = "unequal"
+    scope: str = "global"
+    dtype: str = "float64"
+    compute: str = ""
+    optimizer: str = "sgd"
+    rate: float | None = None
+    clip: float = 0.0
+    world: int = 2
+    zero: int = 0
+    shard: int = 0
+    accumulation: int = 1
+    microbatch: int = 2
+    recompute: str = "none"
+    recompute_blocks: int = 0
+    prefetch: int = 0
+    unit_blocks: int = 1
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """What differs from the defaults, as a test's name."""
+        shown = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return " ".join(shown) or "default"
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of the global batch, over all ranks."""
+        return self.world * self.accumulation
+
+    @property
+    def reference(self) -> Case:
+        """The same training in one process with the same microbatches: whole, nothing sharded or computed twice."""
+        return replace(
+            self,
+            world=1,
+            zero=0,
+            shard=0,
+            accumulation=self.microbatches,
+            recompute="none",
+            recompute_blocks=0,
+            prefetch=0,
+            unit_blocks=1,
+            scope="global",
+        )
+
+    @property
+    def learning_rate(self) -> float:
+        return LEARNING_RATES[self.optimizer] if self.rate is None else self.rate
+
+    @property
+    def job(self) -> Job:
+        return Job(
+            global_batch=self.microbatches * self.microbatch,
+            sequence=SEQUENCE,
+            param_dtype=self.dtype,
+            compute_dtype=self.compute or self.dtype,
+            reduce_dtype=self.dtype,
+            clip_norm=self.clip,
+            seed=self.seed,
+        )
+
+    @property
+    def strategy(self) -> Strategy:
+        return Strategy(
+            dp=self.world,
+            zero=self.zero,
+            shard=self.shard,
+            microbatch=self.microbatch,
+            recompute=self.recompute,
+            recompute_blocks=self.recompute_blocks,
+            prefetch=self.prefetch,
+            unit_blocks=self.unit_blocks,
+        )
+
+    def batch(self, step: int) -> Any:
+        """The global batch of a step, the same on every rank."""
+        return make_batch(
+            self.model,
+            microbatches=self.microbatches,
+            microbatch=self.microbatch,
+            sequence=SEQUENCE,
+            valid=self.valid,
+            seed=1000 * self.seed + step,
+            dtype=getattr(torch, self.dtype),
+        )
+
+
+def make_optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """The optimizer of a case: `sgd` with momentum, `adamw` with eps 1e-4 and weight decay, or with the default eps."""
+    if case.optimizer == "sgd":
+        return SGD(parameters, lr=case.learning_rate, momentum=0.9)
+    eps = 1e-4 if case.optimizer == "adamw" else 1e-8
+    return AdamW(parameters, lr=case.learning_rate, eps=eps, weight_decay=0.05)
+
+
+def real_model(case: Case) -> nn.Module:
+    """The case's model with real values, the same in every dtype up to rounding."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(case.seed)
+        model = builder(case.model, tied=case.tied)()
+    for parameter in model.parameters():  # buffers keep their dtype
+        parameter.data = parameter.data.to(getattr(torch, case.dtype))
+    return model
+
+
+def build_engine(case: Case) -> Engine:
+    """The case's engine on this rank."""
+    module = builder(case.model, tied=case.tied) if case.source == "builder" else real_model(case)
+    return Engine(
+        module,
+        loss_of(case.model),
+        partial(make_optimizer, case),
+        case.job,
+        case.strategy,
+        batch_scope=case.scope,
+        measure_memory="never",
+    )
+
+
+def run_case(case: Case) -> Run:
+    """Runs a case on this rank."""
+    return run_engine(build_engine(case), case)
+
+
+def run_engine(engine: Engine, case: Case) -> Run:
+    """Three steps of an engine that was built for the case, recorded."""
+    captured: dict[str, Tensor | None] = {}
+
+    def capture(gradients: dict[str, Tensor | None]) -> None:
+        captured.clear()
+        captured.update({name: None if tensor is None else whole(tensor) for name, tensor in gradients.items()})
+
+    engine.on_gradients = capture
+    before = values(engine)
+    run = Run(before, [])
+    for number in range(STEPS):
+        with float32_upcasts_stay_float64() if case.dtype == "float64" else nullcontext():
+            report = engine.step(_share(case.batch(number), case))
+        after = values(engine)
+        run.steps.append(
+            Step(
+                loss=report.loss,
+                weight=report.weight,
+                grad_norm=report.grad_norm,
+                clipped_norm=report.clipped_norm,
+                gradients=dict(captured),
+                updates={name: after[name] - before[name] for name in after},
+                collectives=report.collectives,
+            )
+        )
+        before = after
+    return run
+
+
+def values(engine: Engine) -> dict[str, Tensor]:
+    """The engine's parameters, whole."""
+    return {name: whole(parameter) for name, parameter in engine.model.named_parameters()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of a tensor of which each rank may hold a part. All ranks call it in the same order."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def _share(batch: Any, case: Case) -> Any:
+    if case.scope == "global" or case.world == 1:
+        return batch
+    rows = case.accumulation * case.microbatch
+    start = torch.distributed.get_rank() * rows
+    cut = slice(start, start + rows)
+    return {k: v[cut] for k, v in batch.items()} if isinstance(batch, dict) else tuple(v[cut] for v in batch)
+
+
+def differences(case: Case, run: Run, reference: Run) -> list[Mismatch]:
+    """How a run of the case differs from a reference, beyond the tolerance."""
+    return compare(run, reference, dtype=case.dtype, optimizer=case.optimizer, learning_rate=case.learning_rate)
+
+
+def check(case: Case, *, timeout_s: float = 120.0) -> Run:
+    """Asserts that every rank's run of a case equals the reference; the reference."""
+    reference = run_one(run_case, case.reference)
+    assert_equal(case, run_ranks(case.world, run_case, case, timeout_s=timeout_s), reference)
+    return reference
+
+
+def check_many(cases: list[Case], *, timeout_s: float = 240.0) -> None:
+    """As `check`, for cases of one world: they run one after the other on the same ranks."""
+    references = [run_one(run_case, case.reference) for case in cases]
+    by_rank = run_ranks(cases[0].world, run_cases, cases, timeout_s=timeout_s)
+    for case, reference, runs in zip(cases, references, zip(*by_rank, strict=True), strict=True):
+        assert_equal(case, list(runs), reference)
+
+
+def run_cases(cases: list[Case]) -> list[Run]:
+    """Runs several cases on this rank."""
+    return [run_case(case) for case in cases]
+
+
+def assert_equal(case: Case, runs: list[Run], reference: Run) -> None:
+    """Fails with the first values that differ on each rank."""
+    texts = [
+        f"rank {rank}:\n{show(found)}"
+        for rank, run in enumerate(runs)
+        if (found := differences(case, run, reference))
+    ]
+    assert not texts, f"{case}\n" + "\n".join(texts)

@@ -1,0 +1,1 @@
+"""The suite under test: injected faults that the equivalence checks must catch."""
