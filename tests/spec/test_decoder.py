@@ -25,7 +25,13 @@ from meshwright.runtime.recompute import _keep
 from meshwright.spec import DecoderShape, ModelSpec, describe
 from meshwright.spec.job import Dtype
 
-ODD = {"vocab_size": 101, "hidden_size": 12, "intermediate_size": 31, "num_hidden_layers": 5, "max_position_embeddings": 64}
+ODD: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 12,
+    "intermediate_size": 31,
+    "num_hidden_layers": 5,
+    "max_position_embeddings": 64,
+}
 SHAPES = [
     DecoderShape(**ODD, num_attention_heads=6, num_key_value_heads=2),
     DecoderShape(**ODD, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True),
@@ -133,7 +139,7 @@ def test_saved_bytes_of_selective_recompute_are_products_and_attention(index: in
 
 
 def _cached_by_selective(cache: Any) -> Iterator[torch.Tensor]:
-    """What the checkpoint's cache holds: operation -> call number -> (nested) wrapped tensors, or a mark that says recompute."""
+    """What the checkpoint's cache holds: operation -> call number -> wrapped tensors, or a mark that says recompute."""
     for calls in cache.values():
         for entry in calls.values():
             for leaf in tree_leaves(entry):
@@ -178,7 +184,7 @@ class Moved(TorchDispatchMode):
     VIEWS = ("view", "_unsafe_view", "t", "transpose", "split", "detach", "unsqueeze", "alias", "slice")
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,8 +1,9 @@
-"""What a step of a strategy communicates: collectives and their bytes, counted in the schedule that the runtime plays."""
+"""What a step of a strategy communicates: collectives and bytes, counted in the schedule that the runtime plays."""
 
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 
 from meshwright.cost.memory import StepMemory
 from meshwright.schedule import single_stage
@@ -27,28 +28,15 @@ def count_collectives(
     Returns:
         Two mappings from `all_gather`, `reduce_scatter`, `all_reduce`, `statistics`: the counts, and the bytes.
     """
-    compute, reduced = DTYPE_BYTES[job.compute_dtype], DTYPE_BYTES[job.reduce_dtype]
     held = [(whole, share) for whole, share in zip(memory.wholes, memory.shares, strict=True) if whole]
-    schedule = single_stage(
-        zero=strategy.zero,
-        shard=strategy.shard,
-        dp=strategy.dp,
-        microbatches=strategy.microbatches(job.global_batch),
-        units=len(held),
+    gathers, reduces = _per_unit(
+        strategy.zero, memory.sharded, strategy.dp > 1, strategy.microbatches(job.global_batch), len(held)
     )
-    counts: Counter[str] = Counter()
-    volume: Counter[str] = Counter()
     reduce_kind = "reduce_scatter" if memory.sharded else "all_reduce"
-    for action in schedule.ranks[0]:
-        if action.unit is None:
-            continue
-        whole, _ = held[action.unit]
-        if action.kind == "gather":
-            counts["all_gather"] += 1
-            volume["all_gather"] += compute * whole
-        elif action.kind == "reduce":
-            counts[reduce_kind] += 1
-            volume[reduce_kind] += reduced * whole
+    counts = Counter({"all_gather": sum(gathers), reduce_kind: sum(reduces)})
+    compute, reduced = DTYPE_BYTES[job.compute_dtype], DTYPE_BYTES[job.reduce_dtype]
+    volume = Counter({"all_gather": compute * sum(n * whole for n, (whole, _) in zip(gathers, held, strict=True))})
+    volume[reduce_kind] += reduced * sum(n * whole for n, (whole, _) in zip(reduces, held, strict=True))
     if memory.sharded and strategy.replicas > 1:
         counts["all_reduce"] += len(held)
         volume["all_reduce"] += reduced * sum(share for _, share in held)
@@ -56,4 +44,15 @@ def count_collectives(
         parameters = sum(max(len(block.tensors), 1) for block in model.blocks if block.parameters)
         counts[_STATISTICS] = 1
         volume[_STATISTICS] = _STATISTICS_VALUE_BYTES * (_STATISTICS_VALUES + parameters)
-    return dict(counts), dict(volume)
+    return dict(+counts), dict(+volume)
+
+
+@lru_cache(maxsize=256)
+def _per_unit(
+    zero: int, sharded: bool, several: bool, microbatches: int, units: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How often the schedule gathers and reduces each unit in a step."""
+    ranks = 2 if several else 1
+    schedule = single_stage(zero=zero, shard=ranks if sharded else 1, dp=ranks, microbatches=microbatches, units=units)
+    found = Counter((action.kind, action.unit) for action in schedule.ranks[0])
+    return tuple(found["gather", u] for u in range(units)), tuple(found["reduce", u] for u in range(units))

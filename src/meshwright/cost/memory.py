@@ -1,18 +1,19 @@
 """What a step of a strategy holds in memory, moment by moment, from the design's ZeRO table.
 
-A step is looked at where blocks begin and end: after each block's forward; after the loss; when the first gradient of a
+A step is looked at where blocks begin and end: after each unit's forward; after the loss; when the first gradient of a
 block is made (the block's kept activations are still there), when its last one is (its unit's gradients are whole), and
-in its reduce; and at the optimizer. What an operation needs while it runs comes on top and is not counted. All figures are
-bytes of one rank, padding included.
+in its reduce; and at the optimizer. What an operation needs while it runs comes on top and is not counted. All figures
+are bytes of one rank, padding included.
 
-Letters as in the design: P parameters, d ranks of a shard group, s, c and r bytes of the stored, compute and reduce dtype,
-o bytes of optimizer states per parameter, m microbatches.
+Letters as in the design: P parameters, d ranks of a shard group, s, c and r bytes of the stored, compute and reduce
+dtype, o bytes of optimizer states per parameter, m microbatches.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 from meshwright.spec import DTYPE_BYTES, BlockSpec, Job, ModelSpec, Strategy
@@ -22,8 +23,8 @@ __all__ = ["CATEGORIES", "Moment", "StepMemory", "framework_bytes", "recomputed_
 CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits")
 
 _MIB = 2**20
-#: Bytes that a rank takes before it holds any tensor, by device kind. CPU: resident memory of a process after `import
-#: torch`, `torch.distributed.fsdp` and joining a gloo group (measured: 270-310 MiB with PyTorch 2.13). Other kinds: an
+#: Bytes that a rank takes besides tensors, by device kind. CPU: resident memory of a rank after importing torch and
+#: the runtime, joining a gloo group of 2 and one backward (280 MiB with PyTorch 2.13), rounded up. Other kinds: an
 #: allowance for the driver's context, libraries and communicators; not measured.
 _FRAMEWORK_BYTES = {"cpu": 300 * _MIB}
 _ACCELERATOR_BYTES = 1024 * _MIB
@@ -59,6 +60,18 @@ class Moment(NamedTuple):
         return self.gradients + self.gathered + self.activations + self.logits
 
 
+class _Sums:
+    """Sums of the first entries of a list."""
+
+    def __init__(self, entries: list[int]) -> None:
+        self._sums = list(accumulate(entries, initial=0))
+        self.all = self._sums[-1]
+
+    def to(self, stop: int) -> int:
+        """The sum of the entries before `stop`."""
+        return self._sums[stop]
+
+
 class StepMemory:
     """The memory of one rank under a strategy: at rest, and at every moment of a step.
 
@@ -75,17 +88,22 @@ class StepMemory:
         group = strategy.shard if self.sharded else 1
         units = model.unit_groups(strategy.unit_blocks)
         #: Elements that this rank stores of each unit, the root unit first; and of the whole padded unit.
-        self.shares = [sum(block.share(group) if self.sharded else block.parameters for block in unit) for unit in units]
+        self.shares = [
+            sum(block.share(group) if self.sharded else block.parameters for block in unit) for unit in units
+        ]
         self.wholes = [group * share for share in self.shares]
-        self._exact = [sum(block.parameters for block in unit) for unit in units]  # gradients made by backward: no padding
-        self.parameters = self._s * sum(self.shares)
-        self.optimizer = self._s * job.optimizer.state_tensors * sum(self.shares)
+        self._exact = [
+            sum(block.parameters for block in unit) for unit in units
+        ]  # gradients made by backward: no padding
+        self._share, self._whole, self._made = _Sums(self.shares), _Sums(self.wholes), _Sums(self._exact)
+        self.parameters = self._s * self._share.all
+        self.optimizer = self._s * job.optimizer.state_tensors * self._share.all
         head = [block for block in model.blocks if block.kind == "head"]
         # Gradients of the root unit that the head makes first; they wait whole until the embedding's follow.
         self._early_root = self._c * sum(block.parameters + block.tied_parameters for block in head)
         self._largest = [max((math.prod(t) for block in unit for t in block.tensors), default=0) for unit in units]
         self._recomputed = recomputed_blocks(model, strategy)
-        spare = sum(self.wholes) - model.parameters
+        spare = self._whole.all - model.parameters
         #: Bytes of the states at rest that are padding: what equal shares take beyond P/d.
         self.padding = self._s * (1 + job.optimizer.state_tensors) * spare // group
 
@@ -93,12 +111,17 @@ class StepMemory:
         """The moment with the most bytes; the first one of equals."""
         return max(self.moments(), key=lambda moment: moment.total)
 
+    @property
+    def floor_bytes(self) -> int:
+        """What is there at the moment of the loss whatever the microbatch and the recompute policy."""
+        return self.parameters + self.optimizer + self._gathered(None, forward=True, last=True)
+
     def moments(self) -> Iterator[Moment]:
         """Every moment of the last microbatch, and before it of one that others follow, then the optimizer."""
         if self._microbatches > 1:
             yield from self._microbatch(last=False)
         yield from self._microbatch(last=True)
-        gradients = self._s * sum(self.shares)
+        gradients = self._s * self._share.all
         gathered = 0 if self.sharded else self._copies()
         yield Moment("optimizer", gradients, gradients if self.sharded else 0, gathered, 0, 0)
 
@@ -107,14 +130,17 @@ class StepMemory:
         layers = model.layers
         head = [block for block in model.blocks if block.kind == "head"]
         entrance = [block for block in model.blocks if block.kind == "embedding"]
-        kept = batch * sum(_saved(block, "none") for block in entrance) + sum(block.fixed_bytes for block in model.blocks)
+        kept = batch * sum(_saved(block, "none") for block in entrance) + sum(
+            block.fixed_bytes for block in model.blocks
+        )
         carried = self._carried()
         before: list[int] = []
         for index, block in enumerate(layers):
             before.append(kept)
             kept += batch * _saved(block, self._policy(index))
-            gathered = self._gathered(self._unit(index), forward=True, last=last)
-            yield Moment("forward", *carried, gathered, kept + batch * block.output_bytes, 0)
+            if (index + 1) % self._strategy.unit_blocks == 0 or index + 1 == len(layers):
+                gathered = self._gathered(self._unit(index), forward=True, last=last)
+                yield Moment("forward", *carried, gathered, kept + batch * block.output_bytes, 0)
         kept += batch * sum(_saved(block, "none") for block in head)
         logits = batch * (sum(block.output_bytes for block in head) + model.loss_bytes)
         yield Moment("loss", *carried, self._gathered(None, forward=True, last=last), kept, logits)
@@ -145,57 +171,57 @@ class StepMemory:
 
     def _copies(self) -> int:
         """Compute copies of whole parameters where they are narrower than the stored."""
-        return self._c * sum(self.wholes) if self._c < self._s else 0
+        return self._c * self._whole.all if self._c < self._s else 0
 
     def _gathered(self, unit: int | None, *, forward: bool, last: bool, done: bool = False) -> int:
         """Gathered parameters while a unit works (None: the head, of the root unit; `done`: it has been released)."""
         if not self.sharded:
             return self._copies()
-        wholes, c = self.wholes, self._c
-        first_after = 0 if unit is None else unit if done else unit + 1
+        c = self._c
+        stop = 0 if unit is None else unit if done else unit + 1
         if self._strategy.zero == 3:
             if unit is None or unit == 0:
-                return 0 if forward or done else c * wholes[0]
+                return 0 if forward or done else c * self.wholes[0]
             ahead = self._strategy.prefetch
-            window = wholes[unit : unit + ahead + 1] if forward else wholes[max(1, unit - ahead) : first_after]
-            return c * (wholes[0] + sum(window))
+            window = self.wholes[unit : unit + ahead + 1] if forward else self.wholes[max(1, unit - ahead) : stop]
+            return c * (self.wholes[0] + sum(window))
         if unit is None or not last or (forward and self._microbatches > 1):
-            return c * sum(wholes)
-        return c * sum(wholes[:first_after])
+            return c * self._whole.all
+        return c * self._whole.to(stop)
 
     def _carried(self) -> tuple[int, int]:
         """Gradients of earlier microbatches, as they stand while no backward runs: all of them, the part reduced."""
         if not self.sharded:
-            return self._s * sum(self.shares), 0
+            return self._s * self._share.all, 0
         if self._microbatches == 1:
             return 0, 0
         if self._strategy.zero == 1:
-            return self._r * sum(self._exact), 0
-        reduced = self._s * sum(self.shares)
+            return self._r * self._made.all, 0
+        reduced = self._s * self._share.all
         return reduced, reduced
 
     def _gradients(self, unit: int | None, moment: str, *, last: bool) -> tuple[int, int]:
         """Gradients in the backward of a unit (None: the head, of the root unit): all of them, the part reduced before.
 
-        `moment`: "enter": the first one is made; "leave": those of the unit are whole; "reduce": they lie in the buffers
-        of their reduce. Gradients that the head makes wait until the root unit is whole, at the end.
+        `moment`: "enter": the first one is made; "leave": those of the unit are whole; "reduce": they lie in the
+        buffers of their reduce. Gradients that the head makes wait until the root unit is whole, at the end.
         """
         c, r, accumulates, index = self._c, self._r, self._microbatches > 1, unit or 0
         made = c * self._largest[index] if moment == "enter" else 0  # one tensor's gradient, before it is added
         if not self.sharded:
-            return self._s * sum(self.shares) + made, 0
-        after = 0 if unit is None else sum(self.shares[unit + 1 :])
+            return self._s * self._share.all + made, 0
+        after = 0 if unit is None else self._share.all - self._share.to(unit + 1)
         buffers = r * (self.wholes[index] + self.shares[index])
         if self._strategy.zero == 1 and accumulates:
             if c < r and moment == "leave":
                 made = c * self._exact[index]
             if not last or unit is None:
-                return r * sum(self._exact) + made, 0
+                return r * self._made.all + made, 0
             reduced = self._s * after
             if moment == "reduce":
-                return r * sum(self._exact[:unit]) + buffers + reduced, reduced
-            return r * sum(self._exact[: unit + 1]) + made + reduced, reduced
-        reduced = self._s * (sum(self.shares) if accumulates else after)
+                return r * self._made.to(unit) + buffers + reduced, reduced
+            return r * self._made.to(unit + 1) + made + reduced, reduced
+        reduced = self._s * (self._share.all if accumulates else after)
         if unit is None:
             return reduced + self._early_root, reduced
         waiting = self._early_root if unit else 0

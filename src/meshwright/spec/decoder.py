@@ -1,7 +1,8 @@
 """DecoderShape: the sizes of a decoder under Hugging Face Llama's names, and what they cost in closed form.
 
-The closed forms follow the operations that `models/decoder.py` executes, one by one; tests hold both against each other.
-Letters: S tokens of a sequence, H hidden_size, I intermediate_size, V vocab_size, N heads, K key/value heads, D head
+The closed forms follow the operations that `models/decoder.py` executes, one by one; tests hold both against each
+other.
+Letters: S tokens of a sequence, H hidden_size, F intermediate_size, V vocab_size, N heads, K key/value heads, D head
 size; c bytes of the compute dtype, w bytes of the dtype in which norms and losses are computed (float32 or wider).
 """
 
@@ -101,18 +102,19 @@ def _divisors(number: int) -> str:
 def describe(shape: DecoderShape, *, sequence: int, compute_dtype: Dtype) -> ModelSpec:
     """What a decoder costs, in closed form, for sequences of `sequence` tokens computed in `compute_dtype`.
 
-    Attention is priced as a kernel that keeps no S x S scores (flash attention); its flops are those of all S x S pairs,
-    as is usual for MFU. Selective recompute keeps the outputs of matrix products and of attention (with its row sums);
-    full recompute keeps the input of the block.
+    Attention is priced as a kernel that keeps no S x S scores (flash attention); its flops are those of all S x S
+    pairs, as is usual for MFU. Selective recompute keeps the outputs of matrix products and of attention (with its row
+    sums); full recompute keeps the input of the block.
 
     Raises:
         ConfigError: the sequence is longer than the model's positions.
     """
-    if sequence > shape.max_position_embeddings:
+    longest = shape.max_position_embeddings
+    if sequence > longest:
         raise ConfigError(
-            f"sequences of {sequence} tokens are longer than model.max_position_embeddings={shape.max_position_embeddings}",
+            f"sequences of {sequence} tokens are longer than model.max_position_embeddings={longest}",
             why="positions beyond it do not exist in the model",
-            fix=f"set job.sequence to {shape.max_position_embeddings} or less, or raise model.max_position_embeddings",
+            fix=f"set job.sequence to {longest} or less, or raise model.max_position_embeddings",
         )
     costs = _Costs(shape, sequence, DTYPE_BYTES[compute_dtype])
     layer = costs.layer()
@@ -135,7 +137,7 @@ class _Costs:
     def __init__(self, shape: DecoderShape, sequence: int, c: int) -> None:
         self.shape = shape
         self.S = sequence
-        self.H, self.I, self.V = shape.hidden_size, shape.intermediate_size, shape.vocab_size
+        self.H, self.F, self.V = shape.hidden_size, shape.intermediate_size, shape.vocab_size
         self.Q = shape.num_attention_heads * shape.head_size  # channels of all query heads
         self.KV = shape.num_key_value_heads * shape.head_size  # channels of all key heads, or of all value heads
         self.c, self.w = c, max(c, _FLOAT32_BYTES)
@@ -160,21 +162,21 @@ class _Costs:
 
     def layer(self) -> BlockSpec:
         """Attention and SwiGLU, each after a norm and added to the residual stream."""
-        S, H, I, Q, KV, c = self.S, self.H, self.I, self.Q, self.KV, self.c
+        S, H, F, Q, KV, c = self.S, self.H, self.F, self.Q, self.KV, self.c
         stream, row_sums = S * H * c, S * self.shape.num_attention_heads * self.w
         attention = S * c * (Q + KV + KV + Q) + row_sums  # q and k after rotation, v, output
-        none = 2 * self._norm_saved() + attention + 4 * S * I * c  # gate, silu(gate), up, their product
+        none = 2 * self._norm_saved() + attention + 4 * S * F * c  # gate, silu(gate), up, their product
         # Outputs of q, k, v, o, gate, up, down and of attention; the block's input is kept by the checkpoint.
-        selective = stream + S * c * (Q + KV + KV + H + I + I + H) + S * c * Q + row_sums
+        selective = stream + S * c * (Q + KV + KV + H + F + F + H) + S * c * Q + row_sums
         # Without recompute a narrow input is not kept: the norms keep their float32 copy of it.
         entrance = stream if self.cast else 0
-        tensors = ((H,), (Q, H), (KV, H), (KV, H), (H, Q), (H,), (I, H), (I, H), (H, I))
+        tensors = ((H,), (Q, H), (KV, H), (KV, H), (H, Q), (H,), (F, H), (F, H), (H, F))
         return BlockSpec(
             name="layer",
             kind="layer",
             parameters=sum(math.prod(tensor) for tensor in tensors),
             tensors=tensors,
-            forward_flops=2 * S * (H * Q + 2 * H * KV + Q * H + 3 * H * I) + 4 * S * S * Q,
+            forward_flops=2 * S * (H * Q + 2 * H * KV + Q * H + 3 * H * F) + 4 * S * S * Q,
             moved_bytes=self._layer_moved(),
             saved_bytes={"none": none, "selective": selective, "full": stream},
             alive_bytes={
@@ -225,10 +227,10 @@ class _Costs:
         return self.c * ((2 * elements + table) + elements + 2 * elements + (2 * elements + table) + 3 * elements)
 
     def _layer_moved(self) -> int:
-        S, H, I, Q, KV, c = self.S, self.H, self.I, self.Q, self.KV, self.c
-        products = [(H, Q), (H, KV), (H, KV), (Q, H), (H, I), (H, I), (I, H)]
+        S, H, F, Q, KV, c = self.S, self.H, self.F, self.Q, self.KV, self.c
+        products = [(H, Q), (H, KV), (H, KV), (Q, H), (H, F), (H, F), (F, H)]
         attention = S * c * (2 * Q + 2 * KV) + S * self.shape.num_attention_heads * self.w
-        residual, swiglu = 2 * 3 * S * H * c, (2 + 3) * S * I * c
+        residual, swiglu = 2 * 3 * S * H * c, (2 + 3) * S * F * c
         rotations = self._rotate_moved(Q) + self._rotate_moved(KV)
         linears = sum(self._linear_moved(inputs, outputs) for inputs, outputs in products)
         return 2 * self._norm_moved() + linears + rotations + attention + residual + swiglu

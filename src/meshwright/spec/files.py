@@ -80,7 +80,7 @@ def require_format(table: Table, where: str) -> None:
 
 def to_table(noun: Any) -> Table:
     """A noun as a TOML table; values that are None (not known) are left out."""
-    table: Table = _without_none(msgspec.to_builtins(noun))
+    table: Table = _plain_values(noun)
     return table
 
 
@@ -156,9 +156,12 @@ def _similar_file(place: Path) -> str:
     return f"did you mean {folder / near[0]}?" if near else "give the path of an existing file"
 
 
-def _without_none(value: Any) -> Any:
+def _plain_values(value: Any) -> Any:
+    # Field by field: msgspec.to_builtins leaves out fields that msgspec.convert left at their defaults (0.23).
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {entry.name: getattr(value, entry.name) for entry in fields(value)}
     if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
+        return {key: _plain_values(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
-        return [_without_none(item) for item in value]
+        return [_plain_values(item) for item in value]
     return value

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from meshwright.errors import ConfigError
+from meshwright.spec.checks import require_choice
 
 __all__ = ["DTYPE_BYTES", "Dtype", "Job", "OptimizerSpec", "Recompute"]
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 Recompute = Literal["none", "selective", "full"]
+Stack = Literal["eager", "compiled", "fused"]
+OptimizerName = Literal["adamw", "sgd"]
+Decay = Literal["constant", "linear", "cosine"]
 
 #: Bytes of one element.
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -26,10 +30,10 @@ class OptimizerSpec:
     `linear` or `cosine` decay to `min_learning_rate` at the last step.
     """
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: OptimizerName = "adamw"
     learning_rate: float = 1e-3
     min_learning_rate: float = 0.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Decay = "constant"
     warmup_steps: int = 0
     weight_decay: float = 0.0
     beta1: float = 0.9
@@ -38,6 +42,8 @@ class OptimizerSpec:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
+        require_choice("optimizer.name", self.name, get_args(OptimizerName))
+        require_choice("optimizer.schedule", self.schedule, get_args(Decay))
         for name in ("learning_rate", "min_learning_rate", "warmup_steps", "weight_decay", "momentum"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
@@ -81,10 +87,15 @@ class Job:
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     clip_norm: float = 0.0
     allow_recompute: tuple[Recompute, ...] = ("none", "selective", "full")
-    stack: Literal["eager", "compiled", "fused"] = "eager"
+    stack: Stack = "eager"
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("param_dtype", "compute_dtype", "reduce_dtype"):
+            require_choice(f"job.{name}", getattr(self, name), get_args(Dtype))
+        require_choice("job.stack", self.stack, get_args(Stack))
+        for policy in self.allow_recompute:
+            require_choice("job.allow_recompute", policy, get_args(Recompute))
         for name in ("global_batch", "sequence"):
             value = getattr(self, name)
             if value < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from meshwright.errors import ConfigError
@@ -58,8 +59,12 @@ class BlockSpec:
 
         Each tensor is cut on dim 0 into `group` equal pieces, the last ones padded (`torch.chunk`, as `fully_shard`).
         """
-        tensors = self.tensors or ((self.parameters,),)
-        return sum(-(-shape[0] // group) * math.prod(shape[1:]) for shape in tensors)
+        return _share(self.tensors or ((self.parameters,),), group)
+
+
+@lru_cache(maxsize=4096)  # a model repeats its layers, a search repeats its groups
+def _share(tensors: tuple[tuple[int, ...], ...], group: int) -> int:
+    return sum(-(-shape[0] // group) * math.prod(shape[1:]) for shape in tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +100,7 @@ class ModelSpec:
         return self.parameters - sum(block.parameters for block in self.layers)
 
     def units(self, unit_blocks: int) -> tuple[int, ...]:
-        """Parameter elements of each ZeRO unit that holds any: the root unit first, then groups of `unit_blocks` layers."""
+        """Parameter elements of each ZeRO unit that holds any: the root unit, then groups of `unit_blocks` layers."""
         return tuple(
             size for size in (sum(b.parameters for b in unit) for unit in self.unit_groups(unit_blocks)) if size
         )

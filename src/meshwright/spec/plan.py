@@ -39,11 +39,16 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerUp:
-    """A strategy that fits but was not chosen, in text form, with what it costs and what it loses by."""
+    """A strategy that fits but was not chosen, in text form, with what it costs and what it loses by.
+
+    `in_step` maps a category of memory to bytes at the largest moment of its step, `peak_bytes` is their sum.
+    """
 
     strategy: str
+    in_step: dict[str, int]
     peak_bytes: int
     collectives: int
+    collective_bytes: int
     reason: str
 
 
@@ -67,7 +72,10 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The chosen strategy for a model, a cluster and a job, with its price and its reasons."""
+    """The chosen strategy for a model, a cluster and a job, with its price and its reasons.
+
+    `framework_bytes` is what a rank takes besides tensors: it and the peak fit into the cluster's usable bytes.
+    """
 
     format: int = PLAN_FORMAT
     model: DecoderShape
@@ -75,7 +83,13 @@ class Plan:
     job: Job
     strategy: Strategy
     cost: Cost
+    framework_bytes: int = 0
     pinned: dict[str, str] = field(default_factory=dict)
     runner_up: tuple[RunnerUp, ...] = ()
     rejected: tuple[Rejected, ...] = ()
     provenance: Provenance
+
+    @property
+    def tensor_budget_bytes(self) -> int:
+        """Bytes that tensors may take on a device."""
+        return self.cluster.usable_bytes - self.framework_bytes

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Literal, get_args
 
 from meshwright.errors import ConfigError
+from meshwright.spec.checks import require_choice
+from meshwright.spec.values import show_value
 
 __all__ = ["MESH_DIMENSIONS", "Offload", "Strategy"]
 
 Tier = Literal["device", "host", "disk"]
+Recompute = Literal["none", "selective", "full"]
+Gather = Literal["auto", "none", "unit", "chunk", "step"]
+Reduce = Literal["auto", "microbatch", "window", "end"]
 Schedule = Literal["single", "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v", "dualpipev"]
 
 #: Mesh dimensions, outermost (slowest link) first: the default order over ranks.
@@ -27,6 +32,8 @@ class Offload:
     path: str = ""
 
     def __post_init__(self) -> None:
+        for name, choices in (("optimizer", Tier), ("parameters", Tier), ("activations", Literal["device", "host"])):
+            require_choice(f"offload.{name}", getattr(self, name), get_args(choices))
         on_disk = "disk" in (self.optimizer, self.parameters)
         if on_disk and not self.path:
             raise ConfigError(
@@ -71,13 +78,16 @@ class Strategy:
     virtual_stages: int = 1
     stages: tuple[int, ...] = ()
     microbatch: int = 1
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     recompute_blocks: int = 0
     offload: Offload = field(default_factory=Offload)
-    gather: Literal["auto", "none", "unit", "chunk", "step"] = "auto"
-    reduce: Literal["auto", "microbatch", "window", "end"] = "auto"
+    gather: Gather = "auto"
+    reduce: Reduce = "auto"
 
     def __post_init__(self) -> None:
+        choices = {"schedule": Schedule, "recompute": Recompute, "gather": Gather, "reduce": Reduce}
+        for name, known in choices.items():
+            require_choice(name, getattr(self, name), get_args(known))
         self._check_degrees()
         self._check_zero()
         self._check_pipeline()
@@ -126,11 +136,11 @@ class Strategy:
             value = getattr(self, name)
             if name in ("dp", "zero", "offload") or value in (default[name], derived.get(name)):
                 continue
-            words.append(f"{name}={','.join(map(str, value)) if isinstance(value, tuple) else str(value).lower()}")
+            words.append(f"{name}={show_value(value)}")
         for entry in fields(Offload):
             value = getattr(self.offload, entry.name)
             if value != entry.default:
-                words.append(f"offload.{entry.name}={value}")
+                words.append(f"offload.{entry.name}={show_value(value)}")
         return " ".join(words)
 
     def _check_degrees(self) -> None:

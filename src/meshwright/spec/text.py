@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from typing import Any, Literal
 from meshwright.errors import ConfigError
 from meshwright.spec.files import from_table
 from meshwright.spec.strategy import Offload, Strategy
+from meshwright.spec.values import parse_value, show_value
 
 __all__ = [
     "Assignment",
@@ -24,7 +24,9 @@ __all__ = [
 ]
 
 Operator = Literal["=", "<=", ">="]
-_WORD = re.compile(r"^\s*([A-Za-z_][\w.\-]*)\s*(<=|>=|=)\s*(.*?)\s*$", re.DOTALL)
+_NAME_WITH_OPERATOR = re.compile(r"[\w.\-]+(<=|>=|=)")
+_OPERATOR_FIRST = re.compile(r"\s*[<>=]")
+_WORD = re.compile(r"^\s*([A-Za-z_][\w.\-]*)\s*(<=|>=|=)(?!=)\s*(.*?)\s*$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -36,25 +38,17 @@ class Assignment:
     value: Any
 
     def __str__(self) -> str:
-        value = self.value
-        shown = (
-            ",".join(map(str, value))
-            if isinstance(value, list)
-            else str(value).lower()
-            if isinstance(value, bool)
-            else value
-        )
-        return f"{self.key}{self.operator}{shown}"
+        return f"{self.key}{self.operator}{show_value(self.value)}"
 
     def allows(self, value: Any) -> bool:
         """Whether a value satisfies it."""
         if isinstance(value, tuple):
             value = list(value)
-        if self.operator == "<=":
-            return bool(value <= self.value)
-        if self.operator == ">=":
-            return bool(value >= self.value)
-        return bool(value == self.value)
+        if self.operator == "=":
+            return bool(value == self.value)
+        if not isinstance(value, (int, float)):
+            return False
+        return bool(value <= self.value) if self.operator == "<=" else bool(value >= self.value)
 
 
 def parse_assignments(words: Iterable[str], *, option: str, bounds: bool = False) -> list[Assignment]:
@@ -78,7 +72,7 @@ def parse_assignments(words: Iterable[str], *, option: str, bounds: bool = False
                     why="the form is key=value",
                     fix=f"write for example {option} zero=3",
                 )
-            key, operator, value = match[1], match[2], _value(match[3])
+            key, operator, value = match[1], match[2], parse_value(match[3])
             if operator != "=" and not bounds:
                 raise ConfigError(f"{option} {word!r}: only key=value is possible here", fix="use = instead")
             if operator != "=" and (isinstance(value, bool) or not isinstance(value, (int, float))):
@@ -145,7 +139,7 @@ def check_pins(pins: Iterable[Assignment]) -> None:
             raise ConfigError(
                 f"strategy.{pin.key}={probe!r} has the wrong type",
                 why=f"expected {name}",
-                fix=f"write for example {pin.key}={default}",
+                fix=f"write for example {pin.key}={show_value(default)}",
             )
 
 
@@ -166,32 +160,22 @@ def apply_assignments(table: dict[str, Any], assignments: Iterable[Assignment]) 
 
 
 def _split(text: str) -> list[str]:
-    """Split at blanks outside quotes and brackets; join `a <= 3` to one word first."""
-    text = re.sub(r"\s*(<=|>=|=)\s*", r"\1", text)
-    words, word, depth, quote = [], "", 0, ""
-    for char in text:
+    """Split at blanks outside quotes and brackets; blanks around an operator do not split."""
+    words, word, depth, quote, escaped = [], "", 0, "", False
+    for index, char in enumerate(text):
         if quote:
-            quote = "" if char == quote else quote
+            quote = "" if char == quote and not escaped else quote
+            escaped = char == "\\" and quote == '"' and not escaped
         elif char in "\"'":
             quote = char
         else:
             depth += (char in "[{") - (char in "]}")
-        if char.isspace() and not quote and depth == 0:
+        if not char.isspace() or quote or depth > 0:
+            word += char
+        elif not _NAME_WITH_OPERATOR.fullmatch(word) and not _OPERATOR_FIRST.match(text, index):
             words.append(word)
             word = ""
-        else:
-            word += char
     return [w for w in [*words, word] if w]
-
-
-def _value(text: str) -> Any:
-    """A TOML value; `1,2,3` is a list; anything else is text."""
-    if "," in text and not text.startswith(("[", "{", '"', "'")):
-        return [_value(part) for part in text.split(",") if part]
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def require_consistent(found: list[Assignment], option: str) -> None:

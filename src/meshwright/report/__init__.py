@@ -1,0 +1,6 @@
+"""Plans and runs as tables for the terminal. Nothing here imports torch."""
+
+from meshwright.report.measured_view import measured_view
+from meshwright.report.plan_view import plan_view
+
+__all__ = ["measured_view", "plan_view"]
