@@ -48,8 +48,8 @@ def test_logits_loss_and_gradients_equal_hugging_face_in_float64(sizes: str, tie
     total, count = token_loss(logits, labels)
     mean = nn.functional.cross_entropy(wanted.flatten(0, 1), labels.flatten())
     assert (total / count).item() == pytest.approx(mean.item(), rel=1e-12)
-    (total / count).backward()  # type: ignore[no-untyped-call]
-    mean.backward()  # type: ignore[no-untyped-call]
+    (total / count).backward()
+    mean.backward()
     gradients: dict[str, Tensor] = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     scale = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in gradients.values()))
     for name, parameter in ours.named_parameters():
@@ -132,7 +132,7 @@ def test_all_parameters_in_bfloat16() -> None:
     assert off(logits.float(), wanted) <= 0.05
     total, count = token_loss(logits, ids)
     assert total.dtype == torch.float32
-    (total / count).backward()  # type: ignore[no-untyped-call]
+    (total / count).backward()
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
 
 
@@ -226,7 +226,7 @@ def test_loss_without_valid_labels_is_zero_with_a_backward(dtype: torch.dtype) -
     ids = ids_for(model.config)
     total, count = token_loss(model(ids), torch.full_like(ids, -100))
     assert (total.item(), int(count)) == (0.0, 0)
-    total.backward()  # type: ignore[no-untyped-call]
+    total.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
@@ -241,7 +241,7 @@ def test_an_empty_batch_runs_forward_and_backward(shape: tuple[int, int]) -> Non
     assert logits.shape == (*shape, 101)
     total, count = token_loss(logits, ids)
     assert (total.item(), int(count)) == (0.0, 0)
-    total.backward()  # type: ignore[no-untyped-call]
+    total.backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 

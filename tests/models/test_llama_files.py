@@ -46,7 +46,7 @@ def test_hugging_face_reads_what_we_save(tmp_path: Path, sizes: str, tied: bool)
     assert off(theirs(ids).logits, ours(ids)) <= 1e-5
     assert theirs.config.max_position_embeddings == ours.config.max_position_embeddings
     assert theirs.config.tie_word_embeddings == tied
-    assert theirs.generation_config.eos_token_id is None
+    assert theirs.config.bos_token_id is theirs.config.eos_token_id is None
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
