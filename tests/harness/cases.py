@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -164,8 +164,8 @@ def run_case(case: Case) -> Run:
     return run_engine(build_engine(case), case)
 
 
-def run_engine(engine: Engine, case: Case) -> Run:
-    """Three steps of an engine that was built for the case, recorded."""
+def run_engine(engine: Engine, case: Case, batches: Sequence[Any] = ()) -> Run:
+    """Three steps of an engine that was built for the case, recorded; on the case's own batches if none are given."""
     captured: dict[str, Tensor | None] = {}
 
     def capture(gradients: dict[str, Tensor | None]) -> None:
@@ -175,9 +175,9 @@ def run_engine(engine: Engine, case: Case) -> Run:
     engine.on_gradients = capture
     before = values(engine)
     run = Run(before, [])
-    for number in range(STEPS):
+    for batch in batches or [case.batch(number) for number in range(STEPS)]:
         with float32_upcasts_stay_float64() if case.dtype == "float64" else nullcontext():
-            report = engine.step(_share(case.batch(number), case))
+            report = engine.step(_share(batch, case))
         after = values(engine)
         run.steps.append(
             Step(

@@ -1,0 +1,250 @@
+"""What users of other frameworks reported about losses, gradients and clipping, each as a test that names its report."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.harness.cases import (
+    STEPS,
+    Case,
+    assert_equal,
+    build_engine,
+    check,
+    differences,
+    make_optimizer,
+    run_case,
+    run_engine,
+)
+from tests.harness.models import VALID_TOKENS, builder, loss_of
+from tests.harness.plain import run_plain
+from tests.harness.ranks import run_one, run_ranks
+from tests.harness.records import Run
+from tests.harness.tolerance import distance, show
+from torch import Tensor
+
+STAGES = (0, 1, 2, 3)
+
+
+def one_batch(case: Case) -> Run:
+    """The case's global batch in one piece, in plain PyTorch, from the same initial weights."""
+    reference = run_one(run_case, case.reference)
+    return run_one(run_plain, case, reference.initial, True)
+
+
+def check_against_one_batch(case: Case) -> None:
+    plain = one_batch(case)
+    for rank, run in enumerate(run_ranks(case.world, run_case, case)):
+        found = differences(case, run, plain)
+        assert not found, f"rank {rank}\n{show(found)}"
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_D1_unequal_microbatches_weigh_by_their_tokens(zero: int) -> None:
+    """Mean of means: microbatches of 11, 101, 7 and 64 tokens must count as 183 tokens, not as four quarters."""
+    case = Case(world=2, accumulation=2, zero=zero)
+    plain = one_batch(case)
+    assert [step.weight for step in plain.steps] == [sum(VALID_TOKENS)] * STEPS
+    check_against_one_batch(case)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_D2_ranks_with_few_tokens_weigh_little(world: int, zero: int) -> None:
+    """Mean per rank, then mean over ranks: the gradient must be the sum over all tokens divided by their number."""
+    check_against_one_batch(Case(world=world, zero=zero))
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_D13_clipping_happens_once_over_all_microbatches(zero: int) -> None:
+    """Clipped per microbatch, or not at all: with accumulation 4 and clip 0.1 the step is that of one clipped batch."""
+    case = Case(world=2, zero=zero, accumulation=4, clip=0.1)
+    plain = one_batch(case)
+    assert all(step.grad_norm > 0.1 and step.clipped_norm == pytest.approx(0.1, rel=1e-5) for step in plain.steps)
+    check_against_one_batch(case)
+
+
+def test_D14_bf16_gradient_norm_is_equal_for_all_stages() -> None:
+    """ZeRO-0 in bf16 divided gradients by 65536 and never zeroed them: three steps, one norm for all stages.
+
+    With a learning rate of 0 all have the same weights, so only the order of float32 sums may differ.
+    """
+    case = Case(world=2, accumulation=2, dtype="float32", compute="bfloat16", source="module", rate=0.0)
+    norms = {zero: norms_of(replace(case, zero=zero)) for zero in STAGES}
+    alone = [step.grad_norm for step in run_one(run_case, case.reference).steps]
+    exact = [step.grad_norm for step in run_one(run_case, replace(case, dtype="float64", compute="").reference).steps]
+    for zero in STAGES:
+        assert norms[zero] == pytest.approx(alone, rel=1e-5), f"ZeRO-{zero}"
+        assert norms[zero] == pytest.approx(exact, rel=0.02), f"ZeRO-{zero}"
+
+
+def norms_of(case: Case) -> list[float]:
+    runs = run_ranks(case.world, run_case, case)
+    norms = [[step.grad_norm for step in run.steps] for run in runs]
+    assert all(other == norms[0] for other in norms), "ranks report different norms"
+    return norms[0]
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize(("accumulation", "microbatch"), [(1, 8), (4, 2)])
+def test_D16_norm_before_and_after_clipping_do_not_depend_on_the_strategy(
+    zero: int, accumulation: int, microbatch: int
+) -> None:
+    """One number for every stage and accumulation, with a clip far above it; and both norms with one below it."""
+    case = Case(world=2, zero=zero, accumulation=accumulation, microbatch=microbatch, valid="all", rate=0.0, clip=1e9)
+    one = Case(world=1, accumulation=8, valid="all", rate=0.0)
+    wanted = [step.grad_norm for step in run_one(run_case, one).steps]
+    runs = [run_ranks(2, run_case, replace(case, clip=clip))[0] for clip in (1e9, 0.05)]
+    for run, clip in zip(runs, (1e9, 0.05), strict=True):
+        assert [step.grad_norm for step in run.steps] == pytest.approx(wanted, rel=1e-12)
+        clipped = [n * min(1.0, clip / (n + 1e-6)) for n in wanted]  # as torch.nn.utils.clip_grad_norm_ has it
+        assert [step.clipped_norm for step in run.steps] == pytest.approx(clipped, rel=1e-12)
+
+
+@pytest.mark.parametrize(("world", "shard"), [(2, 0), (4, 2)])
+@pytest.mark.parametrize("zero", STAGES)
+def test_D26_64_bf16_microbatches_are_summed_in_float32(zero: int, world: int, shard: int) -> None:
+    """16-bit accumulation, or partial sums of hybrid groups kept in 16 bit: rounding grew with every microbatch."""
+    if shard and zero == 0:
+        shard = 0
+    case = Case(
+        model="mlp",
+        source="module",
+        dtype="float32",
+        compute="bfloat16",
+        world=world,
+        shard=shard,
+        zero=zero,
+        accumulation=128 // world,
+        microbatch=1,
+        rate=0.0,
+    )
+    in_float64, in_bf16 = run_one(summed_microbatches, case)
+    norm = distance(in_float64, {})
+    assert distance(in_bf16, in_float64) > 3e-3 * norm, "accumulating in bf16 would show"
+    for run in run_ranks(world, run_case, case):
+        assert distance(run.steps[0].gradients, in_float64) < 1e-6 * norm
+
+
+def summed_microbatches(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of each microbatch in bf16, summed in float64, and summed in bf16; over the number of tokens."""
+    torch.manual_seed(case.seed)
+    model = builder(case.model, tied=case.tied)().bfloat16()
+    inputs, labels = case.batch(0)
+    wide = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()}
+    narrow = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    weight = 0.0
+    for k in range(case.microbatches):
+        total, count = loss_of(case.model)(model(inputs[k : k + 1].bfloat16()), labels[k : k + 1])
+        weight += float(count)
+        total.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            wide[name] += parameter.grad
+            narrow[name] += parameter.grad
+        model.zero_grad()
+    return {n: g / weight for n, g in wide.items()}, {n: g.double() / weight for n, g in narrow.items()}
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_D30_the_first_adam_update_is_a_first_update(zero: int, dtype: str) -> None:
+    """A step with zero gradients to make room for states counted as a step: the next update was 1.34 times too small.
+
+    AdamW in plain PyTorch, on whole tensors with the engine's own gradients, makes the same update to the bit.
+    """
+    case = Case(world=3, zero=zero, dtype=dtype, optimizer="adamw-default-eps")
+    for run, counts in run_ranks(3, run_and_count_states, case):
+        plain = run_one(adam_on, case, run.initial, run.steps[0].gradients)
+        assert {name: torch.equal(run.steps[0].updates[name], plain[name]) for name in plain} == dict.fromkeys(plain, True)
+        assert counts == {float(STEPS)}
+
+
+def run_and_count_states(case: Case) -> tuple[Run, set[float]]:
+    engine = build_engine(case)
+    run = run_engine(engine, case)
+    return run, {float(state["step"]) for state in engine.optimizer.state.values()}
+
+
+def adam_on(case: Case, initial: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The first update that the case's optimizer makes to whole parameters with these gradients."""
+    parameters = {name: torch.nn.Parameter(value.clone()) for name, value in initial.items()}
+    for name, parameter in parameters.items():
+        parameter.grad = gradients[name]
+    make_optimizer(case, parameters.values()).step()
+    return {name: parameter.detach() - initial[name] for name, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("world", [1, 2])
+def test_E6_a_parameter_that_nothing_uses_is_named_and_left_alone(zero: int, world: int) -> None:
+    """An unused Linear stopped the run. It needs no flag: no gradient, no update (not even weight decay), a warning."""
+    case = Case(model="mlp-unused", world=world, zero=zero, accumulation=2, optimizer="adamw")
+    check(case)
+    unused = {"forgotten.weight", "forgotten.bias", "layers.2.weight", "layers.2.bias"}
+    for rank, (run, named, texts) in enumerate(run_ranks(world, run_and_listen, case)):
+        assert set(named) == unused
+        assert len(texts) == (rank == 0), "one warning, from one rank"
+        assert all(name in text for name in unused for text in texts)
+        for step in run.steps:
+            assert {name for name, gradient in step.gradients.items() if gradient is None} == unused
+            assert not any(step.updates[name].any() for name in unused)
+
+
+def run_and_listen(case: Case) -> tuple[Run, list[str], list[str]]:
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("meshwright").addHandler(handler)
+    engine = build_engine(case)
+    run = run_engine(engine, case)
+    return run, engine.unused_parameters, texts
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize(("world", "shard", "accumulation"), [(2, 0, 1), (2, 0, 2), (4, 2, 1)])
+def test_E6_ranks_may_take_different_branches(zero: int, world: int, shard: int, accumulation: int) -> None:
+    """The first half of the batch, so the first half of the ranks, never touches the other branch's weights."""
+    case = Case(
+        model="mlp-branches",
+        world=world,
+        shard=shard if zero else 0,
+        zero=zero,
+        accumulation=accumulation,
+        optimizer="adamw",
+    )
+    check(case)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_E6_a_branch_may_be_taken_in_some_steps_only(zero: int) -> None:
+    """What no rank used in one step gets no gradient in it, and an ordinary one in the next."""
+    case = Case(model="mlp-branches", world=2, zero=zero, optimizer="adamw")
+    reference = run_one(run_one_branch_then_both, case.reference)
+    assert [sorted(n for n, g in step.gradients.items() if g is None) for step in reference.steps] == [
+        ["high.bias", "high.weight"],
+        ["low.bias", "low.weight"],
+        [],
+    ]
+    assert_equal(case, run_ranks(2, run_one_branch_then_both, case), reference)
+
+
+def run_one_branch_then_both(case: Case) -> Run:
+    batches = []
+    for number in range(STEPS):
+        inputs, labels = case.batch(number)
+        if number < 2:
+            inputs[:, :, 0] = float(number)
+        batches.append((inputs, labels))
+    return run_engine(build_engine(case), case, batches)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_a_tied_weight_has_one_gradient(zero: int) -> None:
+    """Both uses of a tied weight add to one gradient, counted once in the norm."""
+    case = Case(world=3, zero=zero, tied=True, accumulation=2)
+    run = run_ranks(3, run_case, case)[0]
+    assert "lm_head.weight" not in run.initial
+    step = run.steps[0]
+    assert step.grad_norm == pytest.approx(distance(step.gradients, {}), rel=1e-12)
+    check_against_one_batch(case)
