@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -64,7 +65,9 @@ class TestOrder:
         ranks, share = layout
         orders = [SampleOrder(windows, seed) for _ in range(ranks)]
         parts = [[order(start + rank * share + row) for row in range(share)] for rank, order in enumerate(orders)]
-        assert sum(parts, []) == [SampleOrder(windows, seed)(start + row) for row in range(ranks * share)]
+        assert [window for part in parts for window in part] == [
+            SampleOrder(windows, seed)(start + row) for row in range(ranks * share)
+        ]
 
     def test_every_epoch_visits_every_window_once_in_another_order(self) -> None:
         order = SampleOrder(101, seed=7)
@@ -77,7 +80,7 @@ class TestOrder:
         order = SampleOrder(10_000, seed=0)
         first = [order(n) for n in range(2_000)]
         assert abs(sum(first) / len(first) - 5_000) < 300
-        assert sum(b - a == 1 for a, b in zip(first, first[1:], strict=False)) < 10
+        assert sum(b - a == 1 for a, b in itertools.pairwise(first)) < 10
 
     def test_the_order_is_pinned(self) -> None:
         """Another order would make every old checkpoint resume with samples that it has seen."""
@@ -171,9 +174,7 @@ class TestWrongCorpus:
             ("\0", "cannot read corpus"),
         ],
     )
-    def test_one_clear_error(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, text: str
-    ) -> None:
+    def test_one_clear_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, text: str) -> None:
         write(tmp_path, a_txt=b"abcd" * 100, empty_txt=b"", short_txt=b"a" * 64, folder__bin=b"\0")
         monkeypatch.chdir(tmp_path)
         with pytest.raises(DataError, match=text):

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from meshwright.train.folder import RunFolder
 from tests.harness.ranks import RankError, run_one, run_ranks
@@ -62,8 +63,8 @@ def test_G9_every_sample_once_over_two_interruptions_on_other_worlds(tmp_path: P
     assert [run.interrupted for run in (*first, *second, *third)] == [True] * 6 + [False] * 3
 
     parts = [read_by(first, range(1, 5)), read_by(second, range(5, 7)), read_by(third, range(7, STEPS + 1))]
-    assert sum((numbers for numbers, _ in parts), []) == whole[0]
-    assert sum((windows for _, windows in parts), []) == whole[1]
+    assert [number for numbers, _ in parts for number in numbers] == whole[0]
+    assert [window for _, windows in parts for window in windows] == whole[1]
     assert [line["step"] for line in metrics(place)] == list(range(1, STEPS + 1))
     assert [line["samples_seen"] for line in metrics(place)] == [BATCH * step for step in range(1, STEPS + 1)]
     for line, expected in zip(metrics(place), metrics(tmp_path / "whole"), strict=True):
@@ -86,14 +87,23 @@ def test_resume_on_the_same_layout_is_exact_bit_for_bit(tmp_path: Path, strategy
     assert tensors(whole, 6) == tensors(broken, 6)
 
 
-def tensors(folder: RunFolder, step: int) -> dict[str, str]:
-    files = sorted(folder.checkpoint(step).glob("*.safetensors"))
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+def tensors(folder: RunFolder, step: int) -> list[tuple[str, str]]:
+    """Name and hash of every stored piece, whichever rank wrote it."""
+    found = []
+    for file in folder.checkpoint(step).glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            found.append((name, hashlib.sha256(tensor.numpy().tobytes()).hexdigest()))
+    return sorted(found)
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     folder = run_folder(
-        tmp_path / "run", "dp=1 microbatch=12", corpus(tmp_path / "corpus"), steps=5, checkpoint_every=1, keep_checkpoints=2
+        tmp_path / "run",
+        "dp=1 microbatch=12",
+        corpus(tmp_path / "corpus"),
+        steps=5,
+        checkpoint_every=1,
+        keep_checkpoints=2,
     )
     run_one(rank_of, folder.path)
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step-000004", "step-000005"]
@@ -136,7 +146,7 @@ def test_resume_on_a_changed_corpus_is_refused(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", "dp=1 microbatch=12", data, steps=2, checkpoint_every=1)
     run_one(rank_of, folder.path)
     (data / "03.txt").write_bytes(b"x" * 5000)
-    with pytest.raises(RankError, match="bytes was .* and is .* now"):
+    with pytest.raises(RankError, match=r"bytes was .* and is .* now"):
         run_one(rank_of, folder.path, folder.checkpoint(1))
 
 
@@ -182,5 +192,3 @@ def test_a_rank_without_validation_windows_takes_part(tmp_path: Path) -> None:
         run_ranks(world, rank_of, folder.path)
         losses.append(folder.read_result()["validation_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -58,7 +60,7 @@ def test_shape_of_the_learning_rate(schedule: str) -> None:
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
     assert factors[4] == 1.0
     assert factors[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
-    assert all(a >= b for a, b in zip(factors[4:], factors[5:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(factors[4:]))
     assert learning_rate_factor(spec, 100, 20) == factors[-1]
 
 

@@ -165,6 +165,19 @@ def test_C2_global_batch_that_no_microbatch_divides_names_the_nearest() -> None:
     assert "6 or 8" in text
 
 
+def test_C2_seven_ranks_and_a_global_batch_of_256_name_the_nearest_that_divide(work: Path) -> None:
+    (work / "job.toml").write_text((JOB + TWO_DEVICES).replace("devices = 2", "devices = 7"))
+    text = refuse("train", "job.toml", "--pin", "dp=7", *set_("job.global_batch=256"))
+    assert "252 or 259" in text
+
+
+def test_cluster_that_this_machine_is_not(work: Path) -> None:
+    (work / "job.toml").write_text((JOB + TWO_DEVICES).replace('name = "core"', 'name = "xpu", kind = "xpu"'))
+    text = refuse("train", "job.toml")
+    assert "2 devices of kind xpu" in text
+    assert "meshwright plan" in text
+
+
 def test_pinned_strategy_that_does_not_fit_memory() -> None:
     pins = ["--pin", "dp=2", "--pin", "zero=0"]
     text = refuse("train", "job.toml", *pins, *set_("model.hidden_size=4096", "model.intermediate_size=16384"))

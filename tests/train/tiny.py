@@ -36,7 +36,9 @@ def corpus(folder: Path, files: int = 7, size: int = 911) -> Path:
     return folder
 
 
-def run_folder(path: Path, strategy: str, data: Path, *, dtype: Any = "float32", batch: int = 12, **train: Any) -> RunFolder:
+def run_folder(
+    path: Path, strategy: str, data: Path, *, dtype: Any = "float32", batch: int = 12, **train: Any
+) -> RunFolder:
     """A prepared run folder whose plan is the given strategy."""
     from meshwright.spec import parse_strategy
 
@@ -53,9 +55,7 @@ def run_folder(path: Path, strategy: str, data: Path, *, dtype: Any = "float32",
         reduce_dtype=dtype,
     )
     chosen: Strategy = parse_strategy(strategy)
-    plan = Plan(
-        model=SHAPE, cluster=this_machine(), job=job, strategy=chosen, cost=NO_COST, provenance=NO_SOURCE
-    )
+    plan = Plan(model=SHAPE, cluster=this_machine(), job=job, strategy=chosen, cost=NO_COST, provenance=NO_SOURCE)
     wanted = JobFile(
         model=SHAPE,
         job=job,

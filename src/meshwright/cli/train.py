@@ -15,7 +15,9 @@ _MACHINES = "Several machines"
 def train(
     job: Annotated[
         Path | None,
-        typer.Argument(metavar="[JOB.toml]", help="The job file. Without one, a small model of this Python's own sources."),
+        typer.Argument(
+            metavar="[JOB.toml]", help="The job file. Without one, a small model of this Python's own sources."
+        ),
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="Execute this plan file as it is, without planning.")] = None,
     pin: Annotated[
@@ -28,7 +30,9 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the job file (train.steps=100)."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint in --out.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint in --out.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="The folder of the run, instead of the job file's.")] = None,
     nnodes: Annotated[int, typer.Option(help="Number of machines.", rich_help_panel=_MACHINES)] = 1,
     node_rank: Annotated[
@@ -38,7 +42,9 @@ def train(
         str, typer.Option(metavar="HOST:PORT", help="Where the machines meet.", rich_help_panel=_MACHINES)
     ] = "",
     rdzv_id: Annotated[str, typer.Option(help="The name they meet under.", rich_help_panel=_MACHINES)] = "",
-    rdzv_backend: Annotated[str, typer.Option(help="torchrun's rendezvous backend.", rich_help_panel=_MACHINES)] = "c10d",
+    rdzv_backend: Annotated[
+        str, typer.Option(help="torchrun's rendezvous backend.", rich_help_panel=_MACHINES)
+    ] = "c10d",
 ) -> None:
     """Plan for this machine, say why, train, and show predicted beside measured."""
     from meshwright.train.launch import Nodes

@@ -185,7 +185,9 @@ def _resolve(path: str) -> list[Path]:
         return [place]
     files = [file for file in _below(place) if not _binary(file)]
     if not files:
-        raise DataError(f"corpus folder {path} is empty", why="it holds no text file", fix="give a folder with text files")
+        raise DataError(
+            f"corpus folder {path} is empty", why="it holds no text file", fix="give a folder with text files"
+        )
     return files
 
 

@@ -28,7 +28,9 @@ def generate_text(checkpoint: Path, prompt: str, *, tokens: int, temperature: fl
         ConfigError: an option is out of range.
     """
     if not prompt:
-        raise ConfigError("the prompt is empty", why="a continuation needs something to continue", fix="give --prompt TEXT")
+        raise ConfigError(
+            "the prompt is empty", why="a continuation needs something to continue", fix="give --prompt TEXT"
+        )
     if tokens < 1:
         raise ConfigError(f"--tokens {tokens} is not a positive number", fix="use 1 or more")
     if not 0 <= temperature < float("inf"):

@@ -52,20 +52,17 @@ class Nodes:
                 fix="give --rdzv-endpoint HOST:PORT and --rdzv-id NAME, the same on every machine",
             )
         if self.rdzv_backend == "static" and self.node_rank is None:
-            raise ConfigError("--rdzv-backend static without a node rank", fix="give --node-rank, 0 on the first machine")
+            raise ConfigError(
+                "--rdzv-backend static without a node rank", fix="give --node-rank, 0 on the first machine"
+            )
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(
                 f"--node-rank {self.node_rank} with --nnodes {self.nnodes} is not a node",
                 fix=f"use 0 to {self.nnodes - 1}",
             )
 
-    @property
-    def may_lead(self) -> bool:
-        """Whether global rank 0 can be on this machine, as far as is known before the machines have met."""
-        return self.node_rank in (None, 0)
 
-
-def launch(arguments: list[str], *, ranks: int, nodes: Nodes, logs: Path, resume: str) -> None:
+def launch(arguments: list[str], *, ranks: int, nodes: Nodes, logs: Path, resume: str) -> bool:
     """Run `python -m meshwright.train.worker ARGUMENTS` on every rank of this machine and wait for all to end.
 
     Args:
@@ -74,6 +71,9 @@ def launch(arguments: list[str], *, ranks: int, nodes: Nodes, logs: Path, resume
         nodes: the other machines.
         logs: the folder where ranks write their logs, states and failures.
         resume: how to go on after a failure, for the text of an error.
+
+    Returns:
+        Whether global rank 0 was on this machine.
 
     Raises:
         RankFailure: a rank raised or died; the text is that rank's own.
@@ -91,7 +91,8 @@ def launch(arguments: list[str], *, ranks: int, nodes: Nodes, logs: Path, resume
     clear_stale(logs)
     with _quiet(), _signals_kept(), tempfile.TemporaryDirectory(prefix="meshwright-agent-") as scratch:
         try:
-            elastic_launch(_config(ranks, nodes, scratch), sys.executable)("-m", "meshwright.train.worker", *arguments)
+            agent = elastic_launch(_config(ranks, nodes, scratch), sys.executable)
+            return 0 in agent("-m", "meshwright.train.worker", *arguments)
         except ChildFailedError as error:
             raise first_cause(logs, _exited(error.failures), resume=resume) from None
         except SignalException as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import math
@@ -17,10 +16,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from meshwright.errors import CheckpointError, DataError
+from meshwright.errors import DataError
 from meshwright.models import Decoder, token_loss
 from meshwright.runtime import Engine, StepReport, global_rank, join_ranks, local_device, world_size
-from meshwright.spec import Job, Plan
+from meshwright.spec import Plan
 from meshwright.spec.files import read_noun
 from meshwright.spec.job_file import DataSpec, JobFile, TrainSpec
 from meshwright.train.data import ByteCorpus
@@ -28,9 +27,10 @@ from meshwright.train.folder import RunFolder
 from meshwright.train.model import decoder_config
 from meshwright.train.optim import learning_rate_factor, optimizer_factory, scheduler_factory
 from meshwright.train.progress import ProgressView, StepView
+from meshwright.train.same_run import describe_run, require_same_run
 from meshwright.train.samples import Samples
 
-__all__ = ["Trainer", "require_same_run", "train_rank"]
+__all__ = ["Trainer", "train_rank"]
 
 
 def train_rank(
@@ -156,14 +156,16 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the current step and remove the oldest."""
-        self.engine.save(self.folder.checkpoint(self.engine.steps_done), _extra(self.plan, self.data, self.corpus))
+        self.engine.save(
+            self.folder.checkpoint(self.engine.steps_done), describe_run(self.plan, self.data, self.corpus)
+        )
         if global_rank() == 0:
             self.folder.prune_checkpoints(self.train.keep_checkpoints)
 
     def _load(self, checkpoint: Path) -> None:
         """Go on from a checkpoint. What the job says of the optimizer holds from now on, also where it has changed."""
         fresh = [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
-        require_same_run(checkpoint, self.engine.load(checkpoint), _extra(self.plan, self.data, self.corpus))
+        require_same_run(checkpoint, self.engine.load(checkpoint), describe_run(self.plan, self.data, self.corpus))
         scheduler = self.engine.scheduler
         assert scheduler is not None, "the trainer always schedules the learning rate"
         spec = self.plan.job.optimizer
@@ -191,43 +193,6 @@ class Trainer:
                 "collectives": self._last.collectives if self._last else {},
             }
         )
-
-
-def _extra(plan: Plan, data: DataSpec, corpus: ByteCorpus) -> dict[str, Any]:
-    """What a checkpoint tells besides the engine's own values: the model, and what the order of samples hangs on."""
-    job: Job = plan.job
-    return {
-        "model": dataclasses.asdict(plan.model),
-        "optimizer": job.optimizer.name,
-        "data": {
-            **corpus.fingerprint(),
-            "sequence": job.sequence,
-            "validation_every": data.validation_every,
-            "seed": job.seed,
-        },
-    }
-
-
-def require_same_run(checkpoint: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to go on from a checkpoint of another model, optimizer or order of samples.
-
-    Raises:
-        CheckpointError: naming every value that differs.
-    """
-    for key, what, fix in (
-        ("model", "is of another model", "give the [model] that wrote it, or start a new run without --resume"),
-        ("optimizer", "was trained with another optimizer", "keep optimizer.name, or start a new run without --resume"),
-        ("data", "was trained on other samples", "keep the corpus, or start a new run without --resume"),
-    ):
-        old, new = saved.get(key), now[key]
-        if old == new:
-            continue
-        if isinstance(old, dict) and isinstance(new, dict):
-            names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-            why = "; ".join(f"{name} was {old.get(name)} and is {new.get(name)} now" for name in names)
-        else:
-            why = f"{key} was {old} and is {new} now"
-        raise CheckpointError(f"checkpoint {checkpoint} {what}", why=why, fix=fix)
 
 
 def _require_same_corpus(corpus: ByteCorpus) -> None:

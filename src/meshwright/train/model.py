@@ -31,7 +31,9 @@ def find_checkpoint(place: Path) -> tuple[Path, list[tuple[Path, str]]]:
         CheckpointError: there is no complete checkpoint.
     """
     if not place.exists():
-        raise CheckpointError(f"no checkpoint at {place}", why="there is no such folder", fix="give a run or checkpoint folder")
+        raise CheckpointError(
+            f"no checkpoint at {place}", why="there is no such folder", fix="give a run or checkpoint folder"
+        )
     reason = complete(place)
     if reason is None:
         return place, []

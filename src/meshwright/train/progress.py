@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from meshwright.spec.units import show_bytes
 
 __all__ = ["ProgressView", "StepView", "duration"]
 
@@ -50,10 +52,8 @@ class ProgressView:
         if console.is_terminal:
             self._bar = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(bar_width=24),
-                TaskProgressColumn(),
+                BarColumn(bar_width=8),
                 TextColumn("{task.fields[figures]}"),
-                TextColumn("left"),
                 TimeRemainingColumn(compact=True, elapsed_when_finished=True),
                 console=console,
                 refresh_per_second=4,
@@ -93,10 +93,7 @@ class ProgressView:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _figures(self, view: StepView) -> str:
-        return (
-            f"loss {view.loss:.4f}  norm {view.grad_norm:.3f}  {self._speed:,.0f} tokens/s  "
-            f"{view.memory_bytes / 2**30:.3f} GiB"
-        )
+        return f"loss {view.loss:.4f} norm {view.grad_norm:.3f} {self._speed:,.0f} tokens/s {show_bytes(view.memory_bytes)}"
 
 
 def duration(seconds: float) -> str:

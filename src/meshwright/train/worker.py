@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
 
     rank = int(os.environ["RANK"])
     folder = RunFolder(Path(arguments[0]))
-    _redirect(folder, rank)
+    _redirect(folder.logs, rank)
     _follow_launcher()
     # Before torch is loaded, and for this process only: all ranks of a machine share its cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // int(os.environ["LOCAL_WORLD_SIZE"]))))
@@ -45,8 +45,8 @@ def main(arguments: list[str]) -> None:
     status.close()
 
 
-def _redirect(folder: RunFolder, rank: int) -> None:
-    log = os.open(folder.logs / f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+def _redirect(logs: Path, rank: int) -> None:
+    log = os.open(logs / f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     if rank != 0:
         os.dup2(log, 1)
     os.dup2(log, 2)
