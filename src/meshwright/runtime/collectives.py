@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshwright.runtime._torch import AllGather, ReduceScatter
+from meshwright.runtime._torch import AllGather, ReduceScatter, WeakIdKeyDictionary
 
 __all__ = ["CountedAllGather", "CountedReduceScatter", "Traffic"]
 
@@ -24,6 +25,8 @@ class Traffic:
         self.buffer_moment: Callable[[], None] | None = None
         #: Buffers of the reduce-scatter that is being made.
         self.reduce_buffers: list[torch.Tensor] = []
+        #: Storages of gathers that are not yet copied out (units gathered ahead), for as long as they live.
+        self.gather_buffers: Any = WeakIdKeyDictionary()
 
     def count(self, kind: str) -> None:
         """One more collective of a kind."""
@@ -43,7 +46,9 @@ class CountedAllGather(AllGather):
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A temporary buffer: the whole unit in the compute dtype."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        buffer = torch.empty(*size, dtype=dtype, device=device)
+        self._traffic.gather_buffers[buffer.untyped_storage()] = True
+        return buffer
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False

@@ -18,8 +18,11 @@ def sum_of_squares(gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
-    """What to multiply gradients by so that their norm is at most `clip_norm` (0: no clipping)."""
-    return clip_norm / norm if clip_norm and norm > clip_norm else 1.0
+    """What to multiply gradients by so that their norm is at most `clip_norm` (0: no clipping).
+
+    The 1e-6 is that of `torch.nn.utils.clip_grad_norm_`: a clipped step is the one that plain PyTorch takes.
+    """
+    return min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
 
 
 def scale(gradients: Iterable[torch.Tensor], factor: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.runtime._torch import gathered_storages, unsharded_gradient_storages, use_explicit_gathers
 from meshwright.runtime.collectives import CountedAllGather, CountedReduceScatter, Traffic
+from meshwright.runtime.precision import map_tensors
 from meshwright.runtime.units import Unit
 from meshwright.runtime.zero import Zero
 
@@ -50,6 +52,8 @@ class Shards(Zero):
         )
         options = {"mesh": mesh, "reshard_after_forward": zero == 3, "mp_policy": policy}
         nested = [unit for unit in units if unit.modules != (model,)]
+        for module in {model, *(module for unit in nested for module in unit.modules)}:
+            module.register_forward_hook(_without_views)
         for unit in nested:
             fully_shard(list(unit.modules) if len(unit.modules) > 1 else unit.modules[0], **options)  # type: ignore[call-overload]
         fully_shard(model, **options)  # type: ignore[call-overload]
@@ -113,7 +117,7 @@ class Shards(Zero):
             module.reshard()
 
     def gathered_storages(self) -> list[torch.UntypedStorage]:
-        return list(gathered_storages(self._root))
+        return [*gathered_storages(self._root), *self._traffic.gather_buffers.keys()]
 
     def gradient_storages(self) -> list[torch.UntypedStorage]:
         reduced = (tensor.untyped_storage() for tensor in self.gradients().values())
@@ -147,6 +151,20 @@ class Shards(Zero):
         self._arrived[unit.name] = self._arrived.get(unit.name, 0) + 1
         if self._arrived[unit.name] in (1, len(unit.parameters)):
             self._note()
+
+
+def _without_views(module: nn.Module, args: object, output: Any) -> Any:
+    """Copy outputs that are views: an in-place operation on one would lose FSDP2's hooks, and with them gradients."""
+    if not torch.is_grad_enabled():
+        return output
+    views: list[bool] = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        views.append(tensor.requires_grad and tensor._base is not None)
+        return tensor.clone() if views[-1] else tensor
+
+    copied = map_tensors(look, output)
+    return copied if any(views) else output
 
 
 def _fsdp_module(module: nn.Module) -> FSDPModule:
