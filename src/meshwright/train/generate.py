@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,6 +13,8 @@ from meshwright.models import generate
 from meshwright.train.model import load_decoder
 
 __all__ = ["generate_text"]
+
+_SMALL_PARAMETERS = 20_000_000
 
 
 def generate_text(checkpoint: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
@@ -46,5 +50,19 @@ def generate_text(checkpoint: Path, prompt: str, *, tokens: int, temperature: fl
         )
     encoded = prompt.encode(errors="surrogateescape")
     ids = torch.tensor(list(encoded))
-    found = generate(model, ids, max_new_tokens=tokens, temperature=temperature, seed=seed)
+    with _few_threads(sum(parameter.numel() for parameter in model.parameters())):
+        found = generate(model, ids, max_new_tokens=tokens, temperature=temperature, seed=seed)
     return bytes(min(token, 255) for token in found[len(encoded) :].tolist()).decode(errors="replace")
+
+
+@contextlib.contextmanager
+def _few_threads(parameters: int) -> Iterator[None]:
+    """One thread for a small model: threads that wait for each other after every tiny operation take several times as
+    long, and far longer on a busy machine."""
+    before = torch.get_num_threads()
+    if parameters < _SMALL_PARAMETERS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

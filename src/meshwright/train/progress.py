@@ -93,7 +93,8 @@ class ProgressView:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _figures(self, view: StepView) -> str:
-        return f"loss {view.loss:.4f} norm {view.grad_norm:.3f} {self._speed:,.0f} tokens/s {show_bytes(view.memory_bytes)}"
+        memory = show_bytes(view.memory_bytes)
+        return f"loss {view.loss:.4f} norm {view.grad_norm:.3f} {self._speed:,.0f} tokens/s {memory}"
 
 
 def duration(seconds: float) -> str:
