@@ -48,7 +48,9 @@ def parameter_bytes(engine: Engine) -> dict[int, int]:
 
 def optimizer_bytes(engine: Engine) -> dict[int, int]:
     """This rank's optimizer states, without the step counters (four bytes for each parameter)."""
-    states = [t for state in engine.optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.dim()]
+    states = [
+        t for state in engine.optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.dim()
+    ]
     return bytes_by_storage(states)
 
 

@@ -1,4 +1,4 @@
-"""The counted run: two steps of a decoder whose sizes divide by eight, with hardly any activations beside its weights."""
+"""The counted run: two steps of a decoder whose sizes divide by eight, with few activations beside its weights."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
-from tests.counting.census import Census, CollectiveCounter, optimizer_bytes, parameter_bytes
-from tests.harness.models import loss_of
-from tests.harness.ranks import run_ranks
 
 from meshwright.models import Decoder, DecoderConfig
 from meshwright.runtime import Engine
 from meshwright.spec import Job, Strategy
+from tests.counting.census import Census, CollectiveCounter, optimizer_bytes, parameter_bytes
+from tests.harness.models import loss_of
+from tests.harness.ranks import run_ranks
 
 __all__ = ["BLOCKS", "Counted", "Setting", "counted", "model"]
 
@@ -39,7 +39,9 @@ class Setting:
 
     def __str__(self) -> str:
         words = [f"zero={self.zero} world={self.world} {self.compute} m={self.microbatches}"]
-        words += [f"{name}={getattr(self, name)}" for name in ("shard", "prefetch", "tied", "odd") if getattr(self, name)]
+        words += [
+            f"{name}={getattr(self, name)}" for name in ("shard", "prefetch", "tied", "odd") if getattr(self, name)
+        ]
         return " ".join(words + ([f"unit_blocks={self.unit_blocks}"] if self.unit_blocks > 1 else []))
 
     @property

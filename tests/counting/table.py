@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 
 import torch
+
 from tests.counting.runs import BLOCKS, Setting, model
 
 __all__ = ["Table"]
@@ -59,7 +60,7 @@ class Table:
         return self.sizes["model.norm.weight"] + self.sizes.get("lm_head.weight", 0)
 
     def rest(self) -> tuple[int, int]:
-        """Stored parameters (padded: each tensor is cut along its first dim into d equal parts) and optimizer states."""
+        """Stored parameters (padded: each tensor's first dim is cut into d equal parts) and optimizer states."""
         d = self.setting.group
         padded = sum(-(-shape[0] // d) * (self.sizes[name] // shape[0]) for name, shape in self.shapes.items())
         return STORED * padded, STATES * self.total // d

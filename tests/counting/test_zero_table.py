@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+
 from tests.counting.runs import BLOCKS, Counted, Setting, counted
 from tests.counting.table import Table
 
@@ -35,7 +36,9 @@ HYBRID = tuple(Setting(zero=zero, world=4, shard=2, compute=c) for zero in (1, 2
 GROUPS_OF_ONE = tuple(Setting(zero=zero, world=2, shard=1) for zero in (1, 2, 3))
 ODD = tuple(Setting(zero=zero, world=3, odd=True, tied=tied) for zero in (1, 3) for tied in (False, True))
 LAUNCH = {
-    setting: group for group in (*(settings_of(world) for world in WORLDS), MORE, HYBRID, GROUPS_OF_ONE, ODD) for setting in group
+    setting: group
+    for group in (*(settings_of(world) for world in WORLDS), MORE, HYBRID, GROUPS_OF_ONE, ODD)
+    for setting in group
 }
 
 
@@ -91,7 +94,9 @@ def test_bytes_at_unit_boundaries(setting: Setting) -> None:
         for moment, found in rank.moments.items():
             expected = sum(table.moment(moment)) + beside(moment)
             # Until its callbacks have run, autograd holds the gradient that arrived last: the embedding's.
-            root_is_reduced = moment.startswith("reduce") and int(moment.split()[2]) % (len(table.units) + 1) == len(table.units)
+            root_is_reduced = moment.startswith("reduce") and int(moment.split()[2]) % (len(table.units) + 1) == len(
+                table.units
+            )
             held = 4 * table.embedding if root_is_reduced else 0
             assert (1 - REST) * expected <= found <= (1 + REST) * (expected + held) + 100, moment
 
@@ -128,7 +133,18 @@ def test_collectives_are_exact(setting: Setting) -> None:
 
 def test_the_table_in_print(record_property: Callable[[str, object], None]) -> None:
     """One line per stage, world and compute dtype: measured bytes per rank, and the design's count of collectives."""
-    head = ("zero", "ranks", "compute", "parameters", "optimizer", "gathered", "gradients", "gathers", "reduces", "all-reduces")
+    head = (
+        "zero",
+        "ranks",
+        "compute",
+        "parameters",
+        "optimizer",
+        "gathered",
+        "gradients",
+        "gathers",
+        "reduces",
+        "all-reduces",
+    )
     lines = ["  ".join(f"{word:>11}" for word in head)]
     for setting in MAIN:
         rank = ranks_of(setting)[0]

@@ -20,7 +20,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "shard": (0, 2, 4, 1),
     "accumulation": (3, 1),
     "recompute": ("none", "selective", "full", "first"),
-    "clip": (0.3, 0.0),
+    "clip": (0.1, 0.0),
     "tied": (True, False),
     "dtype": ("float64", "float32"),
     "model": ("decoder", "decoder-10", "llama", "gpt2", "mlp"),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+
 from tests.harness.cases import Case, build_engine, check, run_case
 from tests.harness.ranks import run_one
 

@@ -4,6 +4,7 @@ import random
 from itertools import combinations
 
 import pytest
+
 from tests.equivalence.lattice import FACTORS, allowed, as_case, layouts, short_list
 from tests.harness.cases import Case
 from tests.harness.pairwise import Row, feasible_pairs, pairs_of, pairwise

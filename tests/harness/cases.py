@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -10,19 +10,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
-
-from tests.harness.float64 import float32_upcasts_stay_float64
-from tests.harness.models import builder, loss_of, make_batch
-from tests.harness.ranks import run_one, run_ranks
-from tests.harness.records import Run, Step
-from tests.harness.tolerance import Mismatch, compare, show
+from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from meshwright.runtime import Engine
 from meshwright.spec import Job, Strategy
+from tests.harness.float64 import float32_upcasts_stay_float64
+from tests.harness.models import builder, loss_of, make_batch
+from tests.harness.ranks import run_one, run_ranks
+from tests.harness.records import Piece, Run, Step, join, piece
+from tests.harness.tolerance import Mismatch, compare, show
 
-__all__ = ["Case", "build_engine", "check", "check_many", "differences", "make_optimizer", "real_model", "run_case", "run_engine"]
+__all__ = [
+    "Case",
+    "STEPS",
+    "assert_equal",
+    "build_engine",
+    "check",
+    "check_many",
+    "differences",
+    "make_optimizer",
+    "real_model",
+    "run_case",
+    "run_engine",
+    "train",
+    "train_many",
+]
 
 STEPS = 3
 SEQUENCE = 53
@@ -34,8 +47,8 @@ class Case:
     """What is trained (model, data, dtypes, optimizer) and how (world to unit_blocks).
 
     `source`: the Engine gets a `builder`, or a `module` with real values. `dtype` is that of stored parameters,
-    `compute` the compute dtype where it differs. `rate` is the learning rate, the optimizer's usual one by default.
-    `microbatch` counts sequences of 53 tokens.
+    `compute` the compute dtype where it differs. `rate` is the learning rate, the optimizer's usual one by default;
+    `halving`: a scheduler halves it after each step. `microbatch` counts sequences of 53 tokens.
     """
 
     model: str = "decoder"
@@ -47,6 +60,7 @@ class Case:
     compute: str = ""
     optimizer: str = "sgd"
     rate: float | None = None
+    halving: bool = False
     clip: float = 0.0
     world: int = 2
     zero: int = 0
@@ -135,6 +149,11 @@ def make_optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> Optimizer:
     return AdamW(parameters, lr=case.learning_rate, eps=eps, weight_decay=0.05)
 
 
+def halve(optimizer: Optimizer) -> LRScheduler:
+    """The scheduler of a case with `halving`."""
+    return StepLR(optimizer, step_size=1, gamma=0.5)
+
+
 def real_model(case: Case) -> nn.Module:
     """The case's model with real values, the same in every dtype up to rounding."""
     with torch.random.fork_rng(devices=[]):
@@ -155,6 +174,7 @@ def build_engine(case: Case) -> Engine:
         case.job,
         case.strategy,
         batch_scope=case.scope,
+        scheduler=halve if case.halving else None,
         measure_memory="never",
     )
 
@@ -170,7 +190,7 @@ def run_engine(engine: Engine, case: Case, batches: Sequence[Any] = ()) -> Run:
 
     def capture(gradients: dict[str, Tensor | None]) -> None:
         captured.clear()
-        captured.update({name: None if tensor is None else whole(tensor) for name, tensor in gradients.items()})
+        captured.update({name: None if tensor is None else piece(tensor) for name, tensor in gradients.items()})
 
     engine.on_gradients = capture
     before = values(engine)
@@ -186,7 +206,7 @@ def run_engine(engine: Engine, case: Case, batches: Sequence[Any] = ()) -> Run:
                 grad_norm=report.grad_norm,
                 clipped_norm=report.clipped_norm,
                 gradients=dict(captured),
-                updates={name: after[name] - before[name] for name in after},
+                updates={name: moved(after[name], before[name]) for name in after},
                 collectives=report.collectives,
             )
         )
@@ -195,14 +215,15 @@ def run_engine(engine: Engine, case: Case, batches: Sequence[Any] = ()) -> Run:
 
 
 def values(engine: Engine) -> dict[str, Tensor]:
-    """The engine's parameters, whole."""
-    return {name: whole(parameter) for name, parameter in engine.model.named_parameters()}
+    """This rank's parts of the engine's parameters."""
+    return {name: piece(parameter) for name, parameter in engine.model.named_parameters()}  # type: ignore[misc]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A copy of a tensor of which each rank may hold a part. All ranks call it in the same order."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+def moved(after: Any, before: Any) -> Any:
+    """The difference of two parts of a parameter."""
+    if isinstance(after, Piece):
+        return replace(after, tensor=after.tensor - before.tensor)
+    return after - before
 
 
 def _share(batch: Any, case: Case) -> Any:
@@ -219,31 +240,44 @@ def differences(case: Case, run: Run, reference: Run) -> list[Mismatch]:
     return compare(run, reference, dtype=case.dtype, optimizer=case.optimizer, learning_rate=case.learning_rate)
 
 
-def check(case: Case, *, timeout_s: float = 120.0) -> Run:
-    """Asserts that every rank's run of a case equals the reference; the reference."""
-    reference = run_one(run_case, case.reference)
-    assert_equal(case, run_ranks(case.world, run_case, case, timeout_s=timeout_s), reference)
-    return reference
+def train(case: Case, run: Callable[[Case], Run] = run_case, *, timeout_s: float = 120.0) -> list[Run]:
+    """Runs a case on its ranks; what each rank recorded, tensors put together from all ranks' parts."""
+    return join(run_ranks(case.world, run, case, timeout_s=timeout_s))
 
 
-def check_many(cases: list[Case], *, timeout_s: float = 240.0) -> None:
-    """As `check`, for cases of one world: they run one after the other on the same ranks."""
-    references = [run_one(run_case, case.reference) for case in cases]
-    by_rank = run_ranks(cases[0].world, run_cases, cases, timeout_s=timeout_s)
-    for case, reference, runs in zip(cases, references, zip(*by_rank, strict=True), strict=True):
-        assert_equal(case, list(runs), reference)
+def train_many(cases: Sequence[Case], *, timeout_s: float = 240.0) -> list[list[Run]]:
+    """As `train`, for cases of one world: they run one after the other on the same ranks."""
+    by_rank = run_ranks(cases[0].world, _run_cases, list(cases), timeout_s=timeout_s)
+    return [join(runs) for runs in zip(*by_rank, strict=True)]
 
 
-def run_cases(cases: list[Case]) -> list[Run]:
-    """Runs several cases on this rank."""
+def _run_cases(cases: list[Case]) -> list[Run]:
     return [run_case(case) for case in cases]
 
 
-def assert_equal(case: Case, runs: list[Run], reference: Run) -> None:
-    """Fails with the first values that differ on each rank."""
-    texts = [
-        f"rank {rank}:\n{show(found)}"
-        for rank, run in enumerate(runs)
-        if (found := differences(case, run, reference))
-    ]
+def check(case: Case, *, timeout_s: float = 120.0) -> Run:
+    """Asserts that every rank's run of a case equals the reference; the reference."""
+    reference = run_one(run_case, case.reference)
+    assert_equal(case, train(case, timeout_s=timeout_s), reference)
+    return reference
+
+
+def check_many(cases: Sequence[Case], *, timeout_s: float = 240.0) -> None:
+    """As `check`, for cases of one world: they run one after the other on the same ranks."""
+    references = [run_one(run_case, case.reference) for case in cases]
+    for case, reference, runs in zip(cases, references, train_many(cases, timeout_s=timeout_s), strict=True):
+        assert_equal(case, runs, reference)
+
+
+def assert_equal(case: Case, runs: Sequence[Run], reference: Run) -> None:
+    """Fails with the first values that differ, and with what ranks do not report alike."""
+    texts = []
+    compared: set[int] = set()
+    for rank, run in enumerate(runs):
+        if [step.report for step in run.steps] != [step.report for step in runs[0].steps]:
+            texts.append(f"rank {rank} reports other losses or norms than rank 0")
+        if id(run.initial) not in compared:  # ranks of one replica have the same tensors
+            compared.add(id(run.initial))
+            found = differences(case, run, reference)
+            texts += [f"rank {rank}:\n{show(found)}"] if found else []
     assert not texts, f"{case}\n" + "\n".join(texts)

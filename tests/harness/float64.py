@@ -1,8 +1,8 @@
 """Makes float64 checks possible on models that compute parts of themselves in float32 whatever their dtype.
 
-Hugging Face norms, softmaxes and losses cast up to float32; in a float64 model that is a cast down, which costs 1e-7 and
-would hide every error below it. Inside `float32_upcasts_stay_float64`, a float64 tensor that is asked for in float32
-stays float64. It is used on both sides of a comparison.
+Hugging Face norms, softmaxes and losses cast up to float32; in a float64 model that is a cast down, which costs 1e-7
+and would hide every error below it. Inside `float32_upcasts_stay_float64`, a float64 tensor that is asked for in
+float32 stays float64. It is used on both sides of a comparison.
 
 The methods themselves are replaced for a while: a `TorchFunctionMode` is off inside backward, where recompute runs
 forwards.

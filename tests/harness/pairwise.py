@@ -36,15 +36,17 @@ def feasible_pairs(factors: Factors, allowed: Allowed) -> set[Pair]:
 
 
 def pairwise(factors: Factors, allowed: Allowed) -> list[Row]:
-    """Rows that together have every feasible pair. Levels earlier in their list are preferred where nothing else decides."""
+    """Rows that together have every feasible pair; where nothing else decides, the earlier of two levels is taken."""
     uncovered = feasible_pairs(factors, allowed)
     order = {pair: number for number, pair in enumerate(sorted(uncovered, key=repr))}
     rows = []
     while uncovered:
         (first, a), (second, b) = min(uncovered, key=order.__getitem__)
-        row = _complete({first: a, second: b}, factors, allowed, lambda part: len(pairs_of(part) & uncovered))
+        row = _complete(
+            {first: a, second: b}, factors, allowed, lambda part, left=uncovered: len(pairs_of(part) & left)
+        )
         assert row is not None
-        uncovered -= pairs_of(row)
+        uncovered = uncovered - pairs_of(row)
         rows.append({name: row[name] for name in factors})
     return rows
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from tests.harness.cases import SEQUENCE, STEPS, Case, make_optimizer, real_model
+from tests.harness.cases import SEQUENCE, STEPS, Case, halve, make_optimizer, real_model
 from tests.harness.float64 import float32_upcasts_stay_float64
 from tests.harness.models import VALID_TOKENS, loss_of
 from tests.harness.records import Run, Step
@@ -32,15 +32,22 @@ def run_plain(case: Case, initial: dict[str, Tensor], one_batch: bool = False) -
         for name, parameter in parameters.items():
             parameter.copy_(initial[name])
     optimizer = make_optimizer(case, model.parameters())
+    scheduler = halve(optimizer) if case.halving else None
     run = Run({name: parameter.detach().clone() for name, parameter in parameters.items()}, [])
     for number in range(STEPS):
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         with float32_upcasts_stay_float64() if case.dtype == "float64" else nullcontext():
-            loss, weight = _accumulate(model, case, number, case.microbatches * case.microbatch if one_batch else case.microbatch)
+            loss, weight = _accumulate(
+                model, case, number, case.microbatches * case.microbatch if one_batch else case.microbatch
+            )
         gradients = {name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()}
         norm = float(clip_grad_norm_(model.parameters(), case.clip or float("inf")))
-        clipped = float(torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in parameters.values() if p.grad is not None])))
+        clipped = float(
+            torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in parameters.values() if p.grad is not None]))
+        )
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
         optimizer.zero_grad()
         updates = {name: parameter.detach() - before[name] for name, parameter in parameters.items()}
         run.steps.append(Step(loss, weight, norm, clipped, gradients, updates))

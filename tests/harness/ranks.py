@@ -19,14 +19,14 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver, get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["RankError", "run_one", "run_ranks"]
+__all__ = ["RankError", "prepared", "run_one", "run_ranks"]
 
 T = TypeVar("T")
 
@@ -36,6 +36,7 @@ _GRACE_S = 0.3
 _KEEP = "MESHWRIGHT_KEEP_LOGS"
 _CONTEXT = get_context("forkserver")
 _ANSWERS: dict[tuple[str, str, bytes], Any] = {}
+_PREPARATIONS: list[Callable[[], None]] = []
 
 
 class RankError(AssertionError):
@@ -75,6 +76,16 @@ def run_one(fn: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> T:
     return answer
 
 
+@contextlib.contextmanager
+def prepared(prepare: Callable[[], None]) -> Iterator[None]:
+    """Inside, every rank of `run_ranks` calls `prepare()` first; references by `run_one` do not."""
+    _PREPARATIONS.append(prepare)
+    try:
+        yield
+    finally:
+        _PREPARATIONS.remove(prepare)
+
+
 @dataclass
 class _Failure:
     """Why one rank failed. A `died` one explains what other ranks then say of a lost connection, so it goes first."""
@@ -101,7 +112,7 @@ class _Group:
 
     def run(self, fn: Callable[..., T], args: tuple[Any, ...]) -> list[T]:
         try:
-            self._start(pickle.dumps((fn, args)))
+            self._start(pickle.dumps((fn, args, _PREPARATIONS if self.grouped else [])))
             self._collect(time.monotonic() + self.timeout_s)
             if self.failures:
                 self._collect(time.monotonic() + _GRACE_S, after_failure=True)
@@ -203,7 +214,7 @@ class _Group:
 
 
 def _start_server() -> None:
-    """Starts the fork server once. It inherits the search path, which Python 3.11 does not hand to preloaded modules."""
+    """Starts the fork server once, with the search path in its environment: Python 3.11 preloads without it."""
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -252,7 +263,9 @@ def _call(rank: int, group: _Group, payload: bytes) -> Any:
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    fn, args = pickle.loads(payload)  # noqa: S301  written by our own parent
+    fn, args, preparations = pickle.loads(payload)  # noqa: S301  written by our own parent
+    for prepare in preparations:
+        prepare()
     if not group.grouped:
         return fn(*args)
     store = dist.FileStore(str(group.folder / "store"), group.world)

@@ -1,11 +1,12 @@
 """The redirection of float32 upcasts: what it changes, what it leaves alone, and that it reaches into recompute."""
 
 import torch
+from torch.utils.checkpoint import checkpoint
+
 from tests.harness.cases import Case, differences, run_case
 from tests.harness.float64 import float32_upcasts_stay_float64
 from tests.harness.plain import run_plain
 from tests.harness.ranks import run_one
-from torch.utils.checkpoint import checkpoint
 
 
 def upcast() -> list[torch.dtype]:
@@ -46,9 +47,9 @@ def test_it_reaches_into_recompute() -> None:
 
 
 def without_redirection(case: Case) -> list[float]:
-    import tests.harness.plain
-
     from contextlib import nullcontext
+
+    import tests.harness.plain
 
     tests.harness.plain.float32_upcasts_stay_float64 = nullcontext
     run = run_plain(case, run_case(case).initial)
@@ -59,5 +60,7 @@ def test_it_is_needed_for_hugging_face_models() -> None:
     case = Case(world=1, model="llama")
     reference = run_one(run_case, case)
     assert not differences(case, reference, run_one(run_plain, case, reference.initial))
-    off = max(abs(a - b.loss) / b.loss for a, b in zip(run_one(without_redirection, case), reference.steps, strict=True))
+    off = max(
+        abs(a - b.loss) / b.loss for a, b in zip(run_one(without_redirection, case), reference.steps, strict=True)
+    )
     assert off > 1e-10

@@ -22,7 +22,7 @@ from tests.harness.records import Run, Step
 
 __all__ = ["BF16_RATIO", "Mismatch", "Tolerance", "compare", "distance", "show"]
 
-#: bf16: the error of all gradients together against float64, over that of the one-process bf16 run (mean of five seeds).
+#: bf16: the error of all gradients together against float64, over that of one process in bf16 (mean of five seeds).
 BF16_RATIO = 1.1
 
 
@@ -108,14 +108,12 @@ def distance(tensors: Mapping[str, Tensor | None], reference: Mapping[str, Tenso
 def _initial(run: Run, reference: Run) -> Iterator[Mismatch]:
     """Initial weights are the same numbers in every layout, to the bit."""
     yield from _names("initial", run.initial, reference.initial, 0)
-    for name in run.initial.keys() & reference.initial.keys():
+    for name in sorted(run.initial.keys() & reference.initial.keys()):
         if not torch.equal(run.initial[name], reference.initial[name]):
             yield Mismatch("initial", name, 0, _norm(run.initial[name] - reference.initial[name]), 0.0)
 
 
-def _scalars(
-    step: Step, wanted: Step, number: int, tolerance: Tolerance, norms: tuple[str, ...]
-) -> Iterator[Mismatch]:
+def _scalars(step: Step, wanted: Step, number: int, tolerance: Tolerance, norms: tuple[str, ...]) -> Iterator[Mismatch]:
     if step.weight != wanted.weight:
         yield Mismatch("weight", "of the loss", number, abs(step.weight - wanted.weight), 0.0)
     for name in ("loss", *norms):
@@ -132,7 +130,7 @@ def _gradients(step: Step, wanted: Step, number: int, tolerance: Tolerance) -> I
         error, bound = distance(step.gradients, wanted.gradients), tolerance.gradient * whole
         if not error <= bound:
             yield Mismatch("gradient", _worst(step.gradients, wanted.gradients), number, error, bound)
-    for name in step.gradients.keys() & wanted.gradients.keys():
+    for name in sorted(step.gradients.keys() & wanted.gradients.keys()):
         gradient, right = step.gradients[name], wanted.gradients[name]
         if gradient is None or right is None:
             if gradient is not right:
@@ -156,7 +154,7 @@ def _updates(
         return
     amplified = learning_rate * tolerance.gradient_floor * distance(wanted.gradients, {})
     amplified /= {"sgd": 1.0, "adamw": 1e-4}[optimizer]
-    for name in step.updates.keys() & wanted.updates.keys():
+    for name in sorted(step.updates.keys() & wanted.updates.keys()):
         error = _norm(step.updates[name] - wanted.updates[name])
         bound = tolerance.update * _norm(wanted.updates[name]) + amplified
         if not error <= bound:
@@ -169,7 +167,7 @@ def _names(kind: str, found: Mapping[str, object], wanted: Mapping[str, object],
 
 
 def _worst(tensors: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None]) -> str:
-    names = tensors.keys() & reference.keys()
+    names = sorted(tensors.keys() & reference.keys())
     return max(names, key=lambda name: distance({name: tensors[name]}, {name: reference[name]}), default="all")
 
 

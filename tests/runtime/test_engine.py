@@ -243,7 +243,10 @@ def test_resume_on_the_same_layout_is_bit_for_bit(tmp_path: Path) -> None:
 
 
 def other_model(folder: Path) -> None:
-    make(model=lambda: Decoder(DecoderConfig(hidden_size=24, num_attention_heads=6, num_hidden_layers=2))).load(folder)
+    make(
+        scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.9),
+        model=lambda: Decoder(DecoderConfig(hidden_size=24, num_attention_heads=6, num_hidden_layers=2)),
+    ).load(folder)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -292,3 +295,191 @@ def test_mean_loss_weighs_by_what_it_counts() -> None:
     assert total == pytest.approx(nn.functional.cross_entropy(outputs, targets, reduction="sum").item(), rel=1e-6)
     empty, none = loss(outputs, torch.full((5,), -100))
     assert (empty, none) == (0, 0)
+
+
+def raising_step(zero: int, compute: str) -> str:
+    world = torch.distributed.get_world_size()
+    job = Job(global_batch=12, sequence=16, compute_dtype=compute)
+    engine = make(job=job, strategy=Strategy(dp=world, zero=zero, microbatch=3), loss=loss_that_fails)
+    with pytest.raises(RuntimeError, match="the loss failed"):
+        engine.step(batch(0))
+    before = {name: p.dtype for name, p in engine.model.named_parameters()}
+    assert set(before.values()) == {torch.float32}
+    try:
+        engine.step(batch(0))
+    except ConfigError as error:
+        return str(error)
+    return "went on"
+
+
+def loss_that_fails(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    loss_that_fails.calls = getattr(loss_that_fails, "calls", 0) + 1  # type: ignore[attr-defined]
+    if loss_that_fails.calls == 2:  # type: ignore[attr-defined]
+        raise RuntimeError("the loss failed")
+    return token_loss(outputs, targets)
+
+
+@pytest.mark.parametrize(("zero", "compute"), [(0, "bfloat16"), (1, "float32"), (3, "float32")])
+def test_a_step_that_raised_is_not_trained_on(zero: int, compute: str) -> None:
+    assert all("failed before" in text for text in run_ranks(2, raising_step, zero, compute))
+
+
+class Loads(nn.Module):
+    """A model whose constructor writes into its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+def loaded() -> nn.Module:
+    model = Decoder(CONFIG)
+    model.load_state_dict(model.state_dict())
+    return model
+
+
+@pytest.mark.parametrize("builder", [Loads, loaded])
+def test_a_builder_that_loads_weights_is_refused(builder: Any) -> None:
+    with pytest.raises(ConfigError, match="pass the built model instead"):
+        make(model=builder)
+
+
+def random_buffers() -> list[float]:
+    torch.manual_seed(torch.distributed.get_rank())
+    before = torch.random.get_rng_state()
+
+    def build() -> nn.Module:
+        model = Decoder(CONFIG)
+        model.register_buffer("table", torch.randn(4))
+        return model
+
+    engine = make(model=build, strategy=Strategy(dp=2))
+    assert torch.equal(before, torch.random.get_rng_state())
+    return engine.model.get_buffer("table").tolist()
+
+
+def test_random_buffers_of_a_builder_are_the_same_on_all_ranks() -> None:
+    first, second = run_ranks(2, random_buffers)
+    assert first == second
+
+
+def inside_out(zero: int) -> list[str]:
+    """Call the model under `inference`, then go on training, and save."""
+    world = torch.distributed.get_world_size()
+    engine = make(
+        job=Job(global_batch=12, sequence=16, compute_dtype="bfloat16"), strategy=Strategy(dp=world, zero=zero)
+    )
+    engine.model.model.norm.eval()
+    engine.step(batch(0))
+    with engine.inference() as model, torch.no_grad():
+        shape = tuple(model(batch(1)[0]).shape)
+    engine.step(batch(1))
+    assert not engine.model.model.norm.training
+    assert engine.model.training
+    return [str(shape)]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_the_model_can_be_called_between_steps(zero: int) -> None:
+    assert run_ranks(2, inside_out, zero) == [["(12, 16, 101)"]] * 2
+
+
+def no_batch_for_one() -> str:
+    engine = make(strategy=Strategy(dp=2, zero=3), batch_scope="local")
+    try:
+        engine.evaluate(pieces(0, "local") if torch.distributed.get_rank() == 0 else [])
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_an_evaluation_without_any_batch_for_one_rank_is_refused_on_all() -> None:
+    assert all("1 ranks were handed no evaluation batch" in text for text in run_ranks(2, no_batch_for_one))
+
+
+class IntStep(torch.optim.SGD):
+    """An optimizer that counts its steps in a plain number."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+
+
+def test_numbers_in_optimizer_states_and_nested_schedules_come_back(tmp_path: Path) -> None:
+    from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
+
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        parts = [LinearLR(optimizer, 0.5, total_iters=2), MultiStepLR(optimizer, [1, 3], gamma=0.1)]
+        return SequentialLR(optimizer, parts, milestones=[2])
+
+    def engine() -> Engine:
+        return make(optimizer=lambda parameters: IntStep(parameters, lr=0.1, momentum=0.9), scheduler=schedule)
+
+    straight, first, second = engine(), engine(), engine()
+    rates = []
+    for index in range(6):
+        straight.step(batch(index))
+        rates.append(straight.optimizer.param_groups[0]["lr"])
+    for index in range(3):
+        first.step(batch(index))
+    first.save(tmp_path / "c")
+    second.load(tmp_path / "c")
+    found = []
+    for index in range(3, 6):
+        second.step(batch(index))
+        found.append(second.optimizer.param_groups[0]["lr"])
+    assert found == rates[3:]
+    assert {state["count"] for state in second.optimizer.state.values()} == {6}
+    with pytest.raises(CheckpointError, match="written with optimizer IntStep"):
+        make().load(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"scheduler": 3}, "scheduler int cannot be used"),
+        ({"scheduler": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)}, "ReduceLROnPlateau cannot be used"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS"),
+        ({"optimizer": lambda _: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)}, "not this model's"),
+        ({"measure_memory": "always"}, "measure_memory"),
+        ({"blocks": ["model.layers"]}, "not a block"),
+        ({"model": lambda: Decoder(CONFIG).requires_grad_(False)}, "no parameter of the model is trainable"),
+    ],
+)
+def test_more_wrong_arguments_are_refused_at_construction(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make(**changes)
+
+
+def twice_under_reentrant_checkpoint(zero: int) -> str:
+    from torch.utils.checkpoint import checkpoint
+
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter = nn.Linear(4, 6)
+            self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.enter(x)
+            for _ in range(2):
+                for block in self.blocks:
+                    x = checkpoint(block, x, use_reentrant=True)
+            return x
+
+    torch.manual_seed(0)
+    loss = MeanLoss(nn.functional.mse_loss, weight=lambda targets: targets.numel())
+    engine = make(model=Looped(), loss=loss, strategy=Strategy(dp=2, zero=zero, microbatch=2))
+    try:
+        engine.step((torch.randn(12, 4), torch.randn(12, 6)))
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_reentrant_checkpoints_around_a_repeated_block_are_refused(zero: int) -> None:
+    assert all("use_reentrant=False" in text for text in run_ranks(2, twice_under_reentrant_checkpoint, zero))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -13,14 +15,19 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 # exported from a public module.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+# Sees every operation of a step; its module has no public name (2.13).
+from torch.utils._python_dispatch import TorchDispatchMode
+
 # A dictionary keyed by the identity of live tensor storages: the only way to know when one is freed (2.13).
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "AllGather",
     "ReduceScatter",
+    "TorchDispatchMode",
     "WeakIdKeyDictionary",
     "gathered_storages",
+    "group_timeout",
     "storage_key",
     "unsharded_gradient_storages",
     "use_explicit_gathers",
@@ -39,6 +46,12 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     """The identity of a storage while it is alive (2.13: a data pointer is 0 for every empty one)."""
     key: int = storage._cdata
     return key
+
+
+def group_timeout(device: torch.device) -> timedelta:
+    """How long a collective of the default group may take (2.13: groups do not show it)."""
+    timeout: timedelta = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]
+    return timeout
 
 
 def _groups(root: nn.Module) -> Iterator[Any]:

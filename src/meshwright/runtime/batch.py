@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
-from meshwright.runtime.precision import map_tensors
+from meshwright.runtime.tensors import map_tensors
 
 __all__ = ["call_model", "count_tokens", "rows", "split", "to_device"]
 

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwright.errors import ConfigError
 from meshwright.runtime.collectives import Traffic
-from meshwright.runtime.init import materialise, meta_parameters, move_buffers, share_values, store_parameters_as
+from meshwright.runtime.init import materialise, meta_parameters, share_values, store_parameters_as
 from meshwright.runtime.precision import cast_inputs
-from meshwright.runtime.ranks import data_parallel_mesh
+from meshwright.runtime.ranks import require_world, shard_mesh, world_size
 from meshwright.runtime.recompute import apply_recompute
 from meshwright.runtime.replicas import Replicas
-from meshwright.runtime.seeds import DropoutStreams
+from meshwright.runtime.seeds import DropoutStreams, preserved_random_state, seed_for
 from meshwright.runtime.shards import Shards
 from meshwright.runtime.units import find_blocks, make_units
 from meshwright.runtime.zero import Zero
@@ -49,28 +48,26 @@ def build(
     Raises:
         ConfigError: the model is neither a module nor a builder of one, or cannot run under the strategy.
     """
-    mesh = data_parallel_mesh(strategy, device)
-    module, from_builder = _module(model)
+    require_world(strategy)
+    module = _module(model, job.seed, device)
+    _refuse_what_cannot_be_sharded(module, strategy)
     stored, compute, reduced = (getattr(torch, name) for name in (job.param_dtype, job.compute_dtype, job.reduce_dtype))
     _refuse_batch_statistics(module, strategy)
-    if from_builder:
-        move_buffers(module, device)
-    else:
-        share_values(module, device)
+    share_values(module, device)
     store_parameters_as(module, stored)
     blocks = _blocks(module, block_names)
     units = make_units(module, unit_blocks=strategy.unit_blocks, blocks=blocks)
     dropout = DropoutStreams(job.seed, blocks)
     apply_recompute(blocks, strategy)
     if compute != stored:
-        cast_inputs([m for unit in units for m in unit.modules] + [module], compute)
+        cast_inputs(list(dict.fromkeys([module, *(part for unit in units for part in unit.modules)])), compute)
     traffic = Traffic()
     zero: Zero
-    if mesh is not None and strategy.zero > 0 and strategy.shard > 1:
+    if world_size() > 1 and strategy.zero > 0 and strategy.shard > 1:
         zero = Shards(
             module,
             units,
-            mesh,
+            shard_mesh(strategy, device),
             zero=strategy.zero,
             prefetch=strategy.prefetch,
             compute_dtype=compute,
@@ -86,19 +83,20 @@ def build(
     return Built(module, zero, dropout, traffic)
 
 
-def _module(model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, bool]:
+def _module(model: nn.Module | Callable[[], nn.Module], seed: int, device: torch.device) -> nn.Module:
     if isinstance(model, nn.Module):
-        return model, any(parameter.is_meta for parameter in model.parameters())
+        return model
     if not callable(model):
         raise ConfigError(
             f"a model of type {type(model).__name__}",
             fix="give an nn.Module, or a function without arguments that builds one",
         )
-    with meta_parameters():
+    with meta_parameters(), preserved_random_state(device):
+        torch.manual_seed(seed_for(seed, "build"))
         built = model()
     if not isinstance(built, nn.Module):
         raise ConfigError(f"the model builder returned a {type(built).__name__}", fix="return an nn.Module from it")
-    return built, True
+    return built
 
 
 def _blocks(model: nn.Module, names: Sequence[str] | None) -> Blocks:
@@ -112,14 +110,34 @@ def _blocks(model: nn.Module, names: Sequence[str] | None) -> Blocks:
             why=f"the model has {', '.join(list(modules)[1:8])}, ...",
             fix="name modules as model.named_modules() does",
         )
+    for name in names:
+        if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
+            raise ConfigError(
+                f"blocks={name} is a {type(modules[name]).__name__}, not a block",
+                why="a block is a module whose forward is called",
+                fix=f"name its children: {name}.0, {name}.1, ...",
+            )
     return [(name, modules[name]) for name in names]
 
 
 def _refuse_batch_statistics(model: nn.Module, strategy: Strategy) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and strategy.dp > 1:
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and strategy.dp > 1:
             raise ConfigError(
                 f"module {name} is a {type(module).__name__} and the strategy has dp={strategy.dp}",
-                why="its statistics are those of each rank's own samples: the numbers would depend on the number of ranks",
+                why="its statistics are of each rank's own samples, so numbers would depend on the number of ranks",
                 fix="use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or LayerNorm or GroupNorm",
             )
+
+
+def _refuse_what_cannot_be_sharded(module: nn.Module, strategy: Strategy) -> None:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigError("no parameter of the model is trainable", fix="set requires_grad on what is to be trained")
+    if strategy.zero and strategy.shard > 1:
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 0:
+                raise ConfigError(
+                    f"parameter {name} is a scalar and the strategy has zero={strategy.zero}",
+                    why="parameters are sharded along their first dim, and a scalar has none",
+                    fix="give it the shape (1,), or use zero=0",
+                )

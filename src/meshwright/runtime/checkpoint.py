@@ -34,6 +34,7 @@ __all__ = [
     "read_manifest",
     "remove_stale",
     "save_checkpoint",
+    "shared_manifest",
     "stored",
 ]
 
@@ -102,6 +103,17 @@ def load_checkpoint(
     with torch.no_grad(), _one_error(f"loading {folder} failed"):
         load(dict(tensors), storage_reader=Reader(folder, metadata), planner=planner, process_group=group)
     return manifest
+
+
+def shared_manifest(
+    folder: Path, *, group: dist.ProcessGroup | None = None
+) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """What `read_manifest` and `stored` give, read once and handed to all ranks of the group.
+
+    Raises:
+        CheckpointError: on every rank, when the folder is not a complete checkpoint.
+    """
+    return _from_first(group, lambda: (read_manifest(folder), stored(folder)))
 
 
 def stored(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

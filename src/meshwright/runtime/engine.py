@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.runtime.batch import call_model, count_tokens, rows, split, to_device
 from meshwright.runtime.build import build
-from meshwright.runtime.checkpoint import load_checkpoint, read_manifest, save_checkpoint, stored
+from meshwright.runtime.checkpoint import load_checkpoint, save_checkpoint, shared_manifest
+from meshwright.runtime.evaluation import evaluation_parts
+from meshwright.runtime.factories import make_optimizer, make_scheduler
 from meshwright.runtime.gradients import clip_factor, scale, sum_of_squares
 from meshwright.runtime.loss import LossFunction, call_loss
 from meshwright.runtime.memory import MemoryMeter, bytes_of, state_storages
@@ -26,7 +29,17 @@ from meshwright.runtime.player import play
 from meshwright.runtime.ranks import global_rank, host_group, join_ranks, local_device, world_size
 from meshwright.runtime.report import StepReport
 from meshwright.runtime.seeds import preserved_random_state
-from meshwright.runtime.state import allocate_optimizer_states, group_options, named_states, restore_group_options
+from meshwright.runtime.state import (
+    adopt_optimizer_states,
+    group_options,
+    model_states,
+    new_optimizer_states,
+    optimizer_numbers,
+    optimizer_states,
+    require_same_optimizer,
+    restore_group_options,
+    scheduler_state,
+)
 from meshwright.schedule import single_stage
 from meshwright.spec import Job, Strategy, require_executable
 
@@ -40,7 +53,8 @@ class Engine:
 
     Args:
         model: a module with real values (rank 0's are used), or a function that builds one: then no rank ever holds it
-            whole, and initial values depend on the seed and the module's name only.
+            whole, and initial values come from its init functions (`_init_weights(module)` or `reset_parameters()`),
+            the seed and the module's name only; what a constructor writes into its parameters is not kept.
         loss: `(outputs, targets) -> (sum, weight)`, or a `MeanLoss`.
         optimizer: `parameters -> torch.optim.Optimizer`; called once, after sharding.
         job: global batch, dtypes, clipping, seed.
@@ -72,19 +86,19 @@ class Engine:
         measure_memory: Literal["first", "every", "never"] = "first",
     ) -> None:
         require_executable(strategy, job)
-        if batch_scope not in ("global", "local"):
-            raise ConfigError(f"batch_scope={batch_scope!r}", why="it is 'global' or 'local'", fix="use one of them")
+        _require("batch_scope", batch_scope, ("global", "local"))
+        _require("measure_memory", measure_memory, ("first", "every", "never"))
         self.job, self.strategy = job, strategy
         self.batch_scope = batch_scope
-        self.device = torch.device(device) if device is not None else local_device()
+        self.device = local_device(device)
         join_ranks(self.device)
         self._host_group = host_group(self.device)
         self.microbatches = strategy.microbatches(job.global_batch)
         built = build(model, job, strategy, self.device, blocks)
         self.model, self._zero, self._dropout, self._traffic = built.model, built.zero, built.dropout, built.traffic
         self._loss = loss
-        self.optimizer = _make_optimizer(optimizer, self.model)
-        self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
+        self.optimizer = make_optimizer(optimizer, self.model)
+        self.scheduler = make_scheduler(scheduler, self.optimizer)
         self.schedule = single_stage(
             zero=strategy.zero,
             shard=strategy.shard,
@@ -98,6 +112,7 @@ class Engine:
         self.unused_parameters: list[str] = []
         #: Called once a step with the reduced gradients (`parameter.grad` by global name), before they are clipped.
         self.on_gradients: Callable[[dict[str, torch.Tensor | None]], None] | None = None
+        self._broken = False
         self._measure = measure_memory
         self._measured_steps = 0
         self._peak_bytes: dict[str, int] = {}
@@ -116,24 +131,26 @@ class Engine:
         """
         begin = time.perf_counter()
         mine = self._my_rows(batch)
-        self.model.train()
+        self._require_whole()
         run = _Microbatches(self, mine)
         measured = self._measure == "every" or (self._measure == "first" and self._measured_steps < 2)
         meter = MemoryMeter(self.model, self.optimizer, self._zero) if measured else None
         if measured and self.device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self.device)
-        with preserved_random_state(self.device), meter or nullcontext():
-            self._zero.begin_step()
-            run.meter = meter
-            play(self.schedule, 0, run)
+        self._broken = True  # until the step is done: one that raises leaves half of its gradients behind
+        try:
+            with preserved_random_state(self.device), meter or nullcontext():
+                self._zero.begin_step()
+                run.meter = meter
+                play(self.schedule, 0, run)
+                self._zero.finish_reduces()
+            loss, weight, norm = self._agree(run)
+            skipped = not (weight > 0 and math.isfinite(norm))
+            factor = 1.0 if skipped else self._update(weight, norm)
+        finally:
             self._dropout.stop()
-            self._zero.finish_reduces()
-        loss, weight, norm = self._agree(run)
-        skipped = not (weight > 0 and torch.isfinite(torch.tensor(norm)))
-        factor = 1.0
-        if not skipped:
-            factor = self._update(weight, norm)
-        self._zero.end_step()
+            self._zero.end_step()
+        self._broken = False
         self._note_measurement(meter)
         self.steps_done += 1
         self.skipped_steps += skipped
@@ -145,7 +162,7 @@ class Engine:
             grad_norm=norm,
             clipped_norm=norm * factor,
             skipped=skipped,
-            tokens=count_tokens(mine) * self.strategy.dp,
+            tokens=run.tokens,
             step_s=time.perf_counter() - begin,
             peak_bytes=dict(self._peak_bytes),
             collectives=self._traffic.take(),
@@ -158,23 +175,39 @@ class Engine:
         taking part in gathers until the last one has.
         """
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        was_training = self.model.training
+        with self.inference(), torch.no_grad():
+            for batch, counts in evaluation_parts(batches, self.strategy, self.batch_scope, self.device):
+                outputs, targets = call_model(self.model, batch)
+                total, weight = call_loss(self._loss, outputs, targets)
+                if counts:
+                    totals += torch.stack([total.double(), weight])
+        if world_size() > 1:
+            dist.all_reduce(totals)
+        if totals[1] <= 0:
+            raise ConfigError(
+                "the evaluation batches have no weight",
+                why="there are none, or none of their labels counts",
+                fix="evaluate at least one batch with a valid label",
+            )
+        return float(totals[0] / totals[1])
+
+    @contextmanager
+    def inference(self) -> Iterator[nn.Module]:
+        """The model ready to be called outside of a step, in evaluation mode; all ranks enter, call and leave together.
+
+        Calling `engine.model` without it would compute in another dtype, or leave parameters gathered.
+        """
+        self._require_whole()
+        modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         self._zero.begin_evaluation()
         try:
-            with torch.no_grad():
-                for batch, counts in self._evaluation_parts(batches):
-                    outputs, targets = call_model(self.model, batch)
-                    total, weight = call_loss(self._loss, outputs, targets)
-                    if counts:
-                        totals += torch.stack([total.double(), weight])
+            yield self.model
         finally:
             self._zero.end_evaluation()
-            self.model.train(was_training)
+            for module, mode in modes.items():
+                module.training = mode
             self._traffic.take()
-        if world_size() > 1:
-            dist.all_reduce(totals)
-        return float(totals[0] / totals[1])
 
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Write a checkpoint that any strategy can load: weights, optimizer states, counters, learning rates.
@@ -186,19 +219,22 @@ class Engine:
         Raises:
             CheckpointError: it cannot be written.
         """
+        self._require_whole()
         manifest = {
             "engine": {
                 "steps_done": self.steps_done,
                 "skipped_steps": self.skipped_steps,
                 "samples_seen": self.samples_seen,
-                "seed": self.job.seed,
-                "strategy": str(self.strategy),
+                "optimizer": type(self.optimizer).__name__,
                 "groups": group_options(self.optimizer),
-                "scheduler": _scheduler_state(self.scheduler),
+                "numbers": optimizer_numbers(self.optimizer, self._zero.stored),
+                "scheduler_name": type(self.scheduler).__name__ if self.scheduler is not None else "none",
+                "scheduler": scheduler_state(self.scheduler),
             },
             "extra": extra or {},
         }
-        save_checkpoint(Path(folder), named_states(self.model, self.optimizer), manifest, group=self._host_group)
+        states = model_states(self.model, self._zero.stored) | optimizer_states(self.optimizer, self._zero.stored)
+        save_checkpoint(Path(folder), states, manifest, group=self._host_group)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, written by any strategy on any number of ranks.
@@ -210,11 +246,14 @@ class Engine:
             CheckpointError: the folder is no complete checkpoint, or one of another model.
         """
         place = Path(folder)
-        engine = read_manifest(place).get("engine")
+        manifest, stored = shared_manifest(place, group=self._host_group)
+        engine = manifest.get("engine")
         if not isinstance(engine, dict):
             raise CheckpointError(f"{place} was not written by Engine.save", fix="give a checkpoint of a training run")
-        allocate_optimizer_states(self.model, self.optimizer, stored(place))
-        manifest = load_checkpoint(place, named_states(self.model, self.optimizer), group=self._host_group)
+        require_same_optimizer(self.optimizer, self.scheduler, engine)
+        states = new_optimizer_states(self.optimizer, self._zero.stored, stored)
+        load_checkpoint(place, model_states(self.model, self._zero.stored) | states, group=self._host_group)
+        adopt_optimizer_states(self.optimizer, self._zero.stored, states, engine["numbers"])
         restore_group_options(self.optimizer, engine["groups"])
         if self.scheduler is not None and engine["scheduler"] is not None:
             self.scheduler.load_state_dict(engine["scheduler"])
@@ -244,16 +283,17 @@ class Engine:
     def _agree(self, run: _Microbatches) -> tuple[float, float, float]:
         """The step's loss, global weight and gradient norm over all ranks, by one small all-reduce."""
         used = self._zero.used.flags
-        values = torch.zeros(3 + len(used), dtype=torch.float64, device=self.device)
-        values[0], values[1] = run.loss, run.weight
+        values = torch.zeros(4 + len(used), dtype=torch.float64, device=self.device)
+        values[0], values[1], values[3] = run.loss, run.weight, run.tokens
         if self._zero.counts_norm:
             values[2] = sum_of_squares(self._zero.gradients())
-        values[3:] = used
+        values[4:] = used
         if world_size() > 1:
             self._traffic.count("statistics")
             dist.all_reduce(values)
-        self._drop_unused(values[3:])
-        loss, weight, squares = values[:3].tolist()
+        self._drop_unused(values[4:])
+        loss, weight, squares, tokens = values[:4].tolist()
+        run.tokens = round(tokens)
         if weight <= 0:
             return float("nan"), weight, float("nan")
         return loss / weight, weight, squares**0.5 / weight
@@ -286,40 +326,13 @@ class Engine:
             )
         self.unused_parameters = unused
 
-    def _evaluation_parts(self, batches: Iterable[Any]) -> Iterable[tuple[Any, bool]]:
-        """Microbatches to run and whether each counts; every rank runs equally many."""
-        size = self.strategy.microbatch
-        if self.batch_scope == "global":
-            for batch in batches:
-                total = rows(batch)
-                share = -(-total // self.strategy.dp)
-                start = min(global_rank() * share, total)
-                stop = min(start + share, total)
-                for offset in range(0, share, size):
-                    first, last = start + offset, min(start + offset + size, stop)
-                    part = split(batch, first, last) if first < last else split(batch, 0, 1)
-                    yield to_device(part, self.device), first < last
-            return
-        yield from self._local_evaluation_parts(batches, size)
-
-    def _local_evaluation_parts(self, batches: Iterable[Any], size: int) -> Iterable[tuple[Any, bool]]:
-        own = (split(b, i, min(i + size, rows(b))) for b in batches for i in range(0, rows(b), size))
-        latest: Any = None
-        while True:
-            part = next(own, None)
-            waiting = torch.tensor(float(part is not None), device=self.device)
-            if world_size() > 1:
-                dist.all_reduce(waiting)
-            if waiting == 0:
-                return
-            if part is None and latest is None:
-                raise ConfigError(
-                    f"rank {global_rank()} was handed no evaluation batch while others were",
-                    why="a rank without any batch cannot take part in the others' gathers",
-                    fix="hand every rank at least one batch",
-                )
-            latest = part if part is not None else latest
-            yield to_device(latest, self.device), part is not None
+    def _require_whole(self) -> None:
+        if self._broken:
+            raise ConfigError(
+                "a step of this engine has failed before",
+                why="it left gradients or parameters half done, on this rank or on others",
+                fix="build a new Engine on all ranks and load the last checkpoint",
+            )
 
     def _note_measurement(self, meter: MemoryMeter | None) -> None:
         if meter is None:
@@ -339,6 +352,7 @@ class _Microbatches:
         self._pending: dict[int, torch.Tensor] = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.device)
         self.weight = torch.zeros((), dtype=torch.float64, device=engine.device)
+        self.tokens = count_tokens(batch)
         self.meter: MemoryMeter | None = None
 
     def forward(self, microbatch: int, *, release: bool) -> None:
@@ -361,27 +375,8 @@ class _Microbatches:
         self._pending.pop(microbatch).backward()
 
 
-def _make_optimizer(factory: Any, model: nn.Module) -> Optimizer:
-    if isinstance(factory, Optimizer):
+def _require(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
         raise ConfigError(
-            f"an optimizer that is already built ({type(factory).__name__})",
-            why="it holds the parameters from before sharding, so it would train nothing",
-            fix="pass a function: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
+            f"{name}={value!r} is not known", why=f"it is one of {', '.join(choices)}", fix="use one of them"
         )
-    if not callable(factory):
-        raise ConfigError(
-            f"optimizer of type {type(factory).__name__}", fix="pass a function of parameters that returns an optimizer"
-        )
-    made = factory([parameter for parameter in model.parameters() if parameter.requires_grad])
-    if not isinstance(made, Optimizer):
-        raise ConfigError(
-            f"the optimizer function returned a {type(made).__name__}", fix="return a torch.optim.Optimizer"
-        )
-    return made
-
-
-def _scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any] | None:
-    if scheduler is None:
-        return None
-    state = scheduler.state_dict()
-    return {key: value for key, value in state.items() if isinstance(value, (int, float, str, bool, list))}

@@ -27,6 +27,6 @@ def clip_factor(norm: float, clip_norm: float) -> float:
 
 def scale(gradients: Iterable[torch.Tensor], factor: float) -> None:
     """Multiply all gradients in place."""
-    tensors = [g for g in gradients if g.numel()]
-    if tensors and factor != 1.0:
-        torch._foreach_mul_(tensors, factor)
+    if factor != 1.0:
+        for gradient in gradients:
+            gradient.mul_(factor)

@@ -15,27 +15,46 @@ from meshwright.errors import ConfigError
 from meshwright.runtime.seeds import preserved_random_state, seed_for
 from meshwright.runtime.units import Owner, owners
 
-__all__ = ["materialise", "meta_parameters", "move_buffers", "share_values", "store_parameters_as"]
+__all__ = ["materialise", "meta_parameters", "share_values", "store_parameters_as"]
 
 
 @contextmanager
 def meta_parameters() -> Iterator[None]:
     """Modules built inside have their parameters on the meta device and their buffers real.
 
-    (`to_empty` on a model that was built on the meta device would leave garbage in every buffer.)
+    (`to_empty` on a model that was built on the meta device would leave garbage in every buffer.) Values that a
+    constructor gives its parameters are not kept, so loading weights inside is refused.
+
+    Raises:
+        ConfigError: weights are loaded inside, or a parameter is replaced by one with other values.
     """
-    register = nn.Module.register_parameter
+    register, load = nn.Module.register_parameter, nn.Module.load_state_dict
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
+            if self._parameters.get(name) is not None:
+                raise _values_lost(f"parameter {name} of a {type(self).__name__} is given new values")
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 
+    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise _values_lost(f"weights are loaded into a {type(self).__name__}")
+
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.load_state_dict = refuse  # type: ignore[method-assign]
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module.load_state_dict = load  # type: ignore[method-assign]
+
+
+def _values_lost(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} while the model builder runs",
+        why="a builder's model gets its initial values from its init functions, so these would be lost",
+        fix="pass the built model instead of the function: Engine(build(), ...)",
+    )
 
 
 def materialise(model: nn.Module, *, device: torch.device, seed: int) -> None:
@@ -74,23 +93,20 @@ def materialise(model: nn.Module, *, device: torch.device, seed: int) -> None:
 
 
 def share_values(model: nn.Module, device: torch.device) -> None:
-    """Move a model with real values to the device and give every rank those of rank 0, tensor by tensor."""
-    model.to(device)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
+    """Move what is real of a model (all, or the buffers beside meta parameters) to the device, with rank 0's values."""
     with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if not tensor.is_meta:
-                value = tensor.contiguous()
-                dist.broadcast(value, src=0)
-                tensor.copy_(value)
-
-
-def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move the buffers of a model with meta parameters to the device."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+        for parameter in model.parameters():
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                if not tensor.is_meta:
+                    value = tensor.contiguous()
+                    dist.broadcast(value, src=0)
+                    tensor.copy_(value)
 
 
 def store_parameters_as(model: nn.Module, dtype: torch.dtype) -> None:

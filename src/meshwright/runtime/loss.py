@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import ConfigError
+from meshwright.runtime.tensors import map_tensors
 
 __all__ = ["LossFunction", "MeanLoss", "call_loss"]
 
@@ -30,10 +31,24 @@ class MeanLoss:
         self._weight = weight
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = torch.as_tensor(self._weight(targets), dtype=torch.float64)
+        if weight.numel() == 1 and weight == 0:
+            return _nothing(outputs), weight
         mean = self._mean(outputs, targets)
-        weight = torch.as_tensor(self._weight(targets), dtype=torch.float64, device=mean.device)
-        total = torch.where(weight > 0, mean, torch.zeros_like(mean)) * weight.to(mean.dtype)
-        return total, weight
+        return mean * weight.to(mean.device, mean.dtype), weight
+
+
+def _nothing(outputs: Any) -> torch.Tensor:
+    """A zero that has gradients, all of them zero."""
+    parts: list[torch.Tensor] = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            parts.append((tensor * 0).sum())
+        return tensor
+
+    map_tensors(look, outputs)
+    return torch.stack(parts).sum() if parts else torch.zeros(())
 
 
 def call_loss(loss: LossFunction, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,4 +75,10 @@ def call_loss(loss: LossFunction, outputs: Any, targets: Any) -> tuple[torch.Ten
     weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device).detach()
     if weight.numel() != 1:
         raise ConfigError(f"the loss weight is not one number: shape {tuple(weight.shape)}", fix="return one number")
+    if torch.is_grad_enabled() and not total.requires_grad:
+        raise ConfigError(
+            "the loss sum has no gradient",
+            why="it does not depend on a trainable parameter",
+            fix="compute it from the model's outputs, without detach() or no_grad(), and train at least one parameter",
+        )
     return total.reshape(()), weight.reshape(())

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.runtime._torch import WeakIdKeyDictionary, storage_key
-from meshwright.runtime.precision import map_tensors
+from meshwright.runtime._torch import TorchDispatchMode, WeakIdKeyDictionary, storage_key
+from meshwright.runtime.tensors import map_tensors
 from meshwright.runtime.zero import Zero
 
 __all__ = ["MemoryMeter", "state_storages"]

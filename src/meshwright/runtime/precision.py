@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.runtime.tensors import map_tensors
 from meshwright.runtime.units import Owner, Unit
 
-__all__ = ["ComputeCopies", "cast_inputs", "map_tensors"]
-
-
-def map_tensors(function: Any, value: Any) -> Any:
-    """Apply a function to every tensor in nested tuples, lists and mappings; all else stays as it is."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, item) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(function, item) for item in value)
-    if isinstance(value, dict):
-        return type(value)((key, map_tensors(function, item)) for key, item in value.items())
-    if isinstance(value, Mapping):
-        return {key: map_tensors(function, item) for key, item in value.items()}
-    return value
+__all__ = ["ComputeCopies", "cast_inputs"]
 
 
 def cast_inputs(modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
@@ -56,6 +42,10 @@ class ComputeCopies:
         self.copies: dict[str, nn.Parameter] = {}
 
     def __enter__(self) -> dict[str, nn.Parameter]:
+        if self.copies:
+            raise RuntimeError(
+                "compute copies are already in place"
+            )  # an internal error: taken from copies, all would stop to train
         for name, where in self._places.items():
             stored: nn.Parameter = getattr(where[0].module, where[0].name)
             self.stored[name] = stored

@@ -10,24 +10,35 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import ConfigError
+from meshwright.runtime._torch import group_timeout
 from meshwright.spec import Strategy
 
-__all__ = ["data_parallel_mesh", "global_rank", "host_group", "join_ranks", "local_device", "world_size"]
+__all__ = ["global_rank", "host_group", "join_ranks", "local_device", "require_world", "shard_mesh", "world_size"]
 
 
-def local_device(kind: str | None = None) -> torch.device:
-    """This rank's device: its own accelerator where there is one, otherwise the CPU.
+def local_device(wanted: torch.device | str | None = None) -> torch.device:
+    """This rank's device, made the current one: its own accelerator where there is one, otherwise the CPU.
 
     Args:
-        kind: torch device type to use; None for the accelerator if there is one.
+        wanted: the device, or only its type; None for the accelerator if there is one.
+
+    Raises:
+        ConfigError: this machine has fewer accelerators than ranks on it.
     """
-    if kind is None:
-        kind = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"  # type: ignore[union-attr]
-    if kind == "cpu":
-        return torch.device("cpu")
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
-    torch.accelerator.set_device_index(device.index)
-    return device
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.device(wanted if wanted is not None else accelerator or "cpu")
+    if device.type == "cpu":
+        return device
+    index = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", 0))
+    count = torch.accelerator.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"rank {index} of this machine has no device of its own",
+            why=f"the machine has {count} of type {device.type}",
+            fix=f"start at most {count} ranks on this machine",
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(device.type, index)
 
 
 def join_ranks(device: torch.device, *, timeout_s: float = 600.0) -> None:
@@ -45,7 +56,7 @@ def host_group(device: torch.device) -> dist.ProcessGroup | None:
     """
     if not dist.is_initialized() or device.type == "cpu":
         return None
-    group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
+    group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=group_timeout(device))
     return group
 
 
@@ -59,13 +70,11 @@ def global_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def data_parallel_mesh(strategy: Strategy, device: torch.device) -> DeviceMesh | None:
-    """The mesh over which ZeRO shards: dimension `dp_shard`, preceded by `dp_replicate` for hybrid sharding.
-
-    None for a single rank without a process group.
+def require_world(strategy: Strategy) -> None:
+    """Refuse a strategy for another number of ranks than there are.
 
     Raises:
-        ConfigError: the world size is not the one that the strategy needs.
+        ConfigError: with both numbers, and how to launch.
     """
     world = world_size()
     if world != strategy.world_size:
@@ -79,15 +88,25 @@ def data_parallel_mesh(strategy: Strategy, device: torch.device) -> DeviceMesh |
             why=launched,
             fix=f"launch with torchrun --nproc-per-node={strategy.world_size} or meshwright train, or set dp={world}",
         )
-    if not dist.is_initialized():
-        return None
+
+
+def shard_mesh(strategy: Strategy, device: torch.device) -> DeviceMesh:
+    """The mesh over which ZeRO shards: dimension `dp_shard`, preceded by `dp_replicate` for hybrid sharding.
+
+    Its groups have the timeout of the default group.
+    """
     sizes = {"dp_replicate": strategy.replicas, "dp_shard": strategy.shard}
     order = [name for name in strategy.mesh_order if name in sizes]
     ranks = torch.arange(strategy.dp).reshape([sizes[name] for name in order])
     if order[0] == "dp_shard":
         ranks = ranks.transpose(0, 1)
-    if strategy.replicas == 1 or strategy.shard == 1:
-        return DeviceMesh(
-            device.type, ranks.reshape(-1), mesh_dim_names=("dp_shard" if strategy.shard > 1 else "dp_replicate",)
-        )
-    return DeviceMesh(device.type, ranks.contiguous(), mesh_dim_names=("dp_replicate", "dp_shard"))
+    if strategy.replicas == 1:
+        return DeviceMesh(device.type, ranks.reshape(-1), mesh_dim_names=("dp_shard",))
+    timeout = group_timeout(device)
+    groups = [
+        dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0]
+        for lines in (ranks.transpose(0, 1), ranks)
+    ]
+    return DeviceMesh.from_group(
+        groups, device.type, mesh=ranks.contiguous(), mesh_dim_names=("dp_replicate", "dp_shard")
+    )

@@ -38,10 +38,10 @@ class Bucket:
         self.ready += 1
         return self.ready == len(self.parameters)
 
-    def launch(self, group: dist.ProcessGroup | None, traffic: Traffic) -> None:
+    def launch(self, traffic: Traffic) -> None:
         """Start the all-reduce."""
         traffic.count("all_reduce")
-        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+        self.work = dist.all_reduce(self.flat, async_op=True)
 
 
 class Replicas(Zero):
@@ -79,6 +79,7 @@ class Replicas(Zero):
 
     def before_backward(self, *, reduce: bool, release: bool, last: bool) -> None:
         self._reducing = reduce
+        self.used.begin_backward()
         for bucket in self._buckets:
             bucket.ready = 0
 
@@ -119,7 +120,7 @@ class Replicas(Zero):
                 if computed[name].requires_grad:
                     computed[name].register_post_accumulate_grad_hook(partial(self._arrived, name=name, index=index))
 
-    def _arrived(self, parameter: torch.Tensor, *, name: str, index: int) -> None:
+    def _arrived(self, parameter: torch.Tensor, name: str, index: int) -> None:
         if not self._buckets:
             return
         bucket = self._buckets[index]
@@ -141,5 +142,5 @@ class Replicas(Zero):
             if not all_of_them and bucket.ready < len(bucket.parameters):
                 return
             if bucket.parameters:
-                bucket.launch(None, self._traffic)
+                bucket.launch(self._traffic)
             self._launched += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -30,7 +31,7 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
 
 
 class DropoutStreams:
-    """Dropout from (seed, step, global microbatch, block): the same for every layout, replayed by recompute.
+    """Dropout from (seed, step, global microbatch, block, call): the same for every layout, replayed by recompute.
 
     The stream is set before the model's forward and again before each block's, outside of what recompute replays.
     """
@@ -38,12 +39,14 @@ class DropoutStreams:
     def __init__(self, seed: int, blocks: Sequence[tuple[str, nn.Module]]) -> None:
         self._seed = seed
         self._now: tuple[int, int] | None = None
+        self._calls: Counter[str] = Counter()
         for name, block in blocks:
             block.register_forward_pre_hook(lambda module, args, name=name: self._set(name))
 
     def start(self, step: int, microbatch: int) -> None:
         """Begin the forward of a global microbatch of a step."""
         self._now = (step, microbatch)
+        self._calls.clear()
         self._set("")
 
     def stop(self) -> None:
@@ -52,4 +55,5 @@ class DropoutStreams:
 
     def _set(self, block: str) -> None:
         if self._now is not None:
-            torch.manual_seed(seed_for(self._seed, "dropout", *self._now, block))
+            torch.manual_seed(seed_for(self._seed, "dropout", *self._now, block, self._calls[block]))
+            self._calls[block] += 1

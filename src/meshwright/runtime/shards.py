@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.runtime._torch import gathered_storages, unsharded_gradient_storages, use_explicit_gathers
 from meshwright.runtime.collectives import CountedAllGather, CountedReduceScatter, Traffic
-from meshwright.runtime.precision import map_tensors
+from meshwright.runtime.tensors import map_tensors
 from meshwright.runtime.units import Unit
 from meshwright.runtime.zero import Zero
 
@@ -94,6 +94,7 @@ class Shards(Zero):
 
     def before_backward(self, *, reduce: bool, release: bool, last: bool) -> None:
         self._arrived = {}
+        self.used.begin_backward()
         self._fsdp.set_is_last_backward(last)
         self._fsdp.set_requires_gradient_sync(reduce)
         self._fsdp.set_requires_all_reduce(last)
@@ -149,7 +150,7 @@ class Shards(Zero):
     def _got_gradient(self, unit: Unit, name: str) -> None:
         self.used.mark(name)
         self._arrived[unit.name] = self._arrived.get(unit.name, 0) + 1
-        if self._arrived[unit.name] in (1, len(unit.parameters)):
+        if self._arrived[unit.name] in (1, sum(self.stored[name].requires_grad for name in unit.parameters)):
             self._note()
 
 

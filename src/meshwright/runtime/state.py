@@ -2,50 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from meshwright.errors import CheckpointError
 
-__all__ = ["allocate_optimizer_states", "group_options", "named_states", "restore_group_options"]
+__all__ = [
+    "adopt_optimizer_states",
+    "group_options",
+    "model_states",
+    "new_optimizer_states",
+    "optimizer_numbers",
+    "optimizer_states",
+    "require_same_optimizer",
+    "restore_group_options",
+    "scheduler_state",
+]
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
+#: How an optimizer's code runs, not what it computes: each run decides for itself.
+_EXECUTION = ("params", "fused", "foreach", "capturable", "differentiable")
+Parameters = Mapping[str, nn.Parameter]
 
 
-def named_states(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Every parameter (tied ones once), persistent buffer and optimizer state under its global name.
-
-    `model.<name>` and `optimizer.<parameter name>.<state>`; sharded ones are DTensors.
-    """
-    states: dict[str, torch.Tensor] = {}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for name, weight in model.named_parameters():
-        states[_MODEL + name] = weight.detach()
+def model_states(model: nn.Module, parameters: Parameters) -> dict[str, torch.Tensor]:
+    """Every stored parameter (tied ones once) and persistent buffer, as `model.<name>`; sharded ones are DTensors."""
+    states = {_MODEL + name: parameter.detach() for name, parameter in parameters.items()}
     persistent = model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers():
-        if name in persistent:
-            states[_MODEL + name] = buffer
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                states[f"{_OPTIMIZER}{names[id(parameter)]}.{key}"] = value
-    return states
+    return states | {_MODEL + name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
-def allocate_optimizer_states(
-    model: nn.Module, optimizer: Optimizer, stored: dict[str, tuple[tuple[int, ...], torch.dtype]]
-) -> None:
-    """Make room for the optimizer states that a checkpoint holds, each laid out like its parameter.
+def optimizer_states(optimizer: Optimizer, parameters: Parameters) -> dict[str, torch.Tensor]:
+    """Every tensor of the optimizer's states, as `optimizer.<parameter name>.<state>`."""
+    return {
+        f"{_OPTIMIZER}{name}.{key}": value
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
 
-    (No step with zero gradients: it would count as a step.)
+
+def optimizer_numbers(optimizer: Optimizer, parameters: Parameters) -> dict[str, dict[str, Any]]:
+    """States that are plain numbers (a step count, often), by parameter name.
+
+    Raises:
+        CheckpointError: a state that is neither a tensor nor a number: it would be lost.
     """
-    parameters = dict(model.named_parameters())
-    optimizer.state.clear()
+    found: dict[str, dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, (bool, int, float)):
+                found.setdefault(name, {})[key] = value
+            elif value is not None and not isinstance(value, torch.Tensor):
+                raise CheckpointError(
+                    f"the optimizer keeps {key} of {name} as a {type(value).__name__}",
+                    why="a checkpoint holds tensors and numbers, so it would be lost",
+                    fix="use an optimizer whose states are tensors or numbers",
+                )
+    return found
+
+
+def new_optimizer_states(
+    optimizer: Optimizer, parameters: Parameters, stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> dict[str, torch.Tensor]:
+    """Room for the optimizer states of a checkpoint, each laid out like its parameter; the optimizer is not touched.
+
+    (No step with zero gradients to create them: it would count as a step.)
+
+    Raises:
+        CheckpointError: states of a parameter that this optimizer does not train.
+    """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    states: dict[str, torch.Tensor] = {}
     for full, (shape, dtype) in stored.items():
         if not full.startswith(_OPTIMIZER):
             continue
@@ -57,13 +91,44 @@ def allocate_optimizer_states(
                 why="it is a checkpoint of another model",
                 fix="resume with the model that wrote it",
             )
-        if shape == tuple(parameter.shape) and shape:
-            value: torch.Tensor = torch.zeros_like(parameter.detach(), dtype=dtype)
+        if shape == tuple(parameter.shape) and key != "step":
+            states[full] = torch.zeros_like(parameter.detach(), dtype=dtype)
         else:
             group = groups[id(parameter)]
             on_device = group.get("fused") or group.get("capturable")
-            value = torch.zeros(shape, dtype=dtype, device=_device(parameter) if on_device else "cpu")
-        optimizer.state[parameter][key] = value
+            states[full] = torch.zeros(shape, dtype=dtype, device=_device(parameter) if on_device else "cpu")
+    return states
+
+
+def adopt_optimizer_states(
+    optimizer: Optimizer, parameters: Parameters, states: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]
+) -> None:
+    """Give the optimizer loaded states in place of its own."""
+    optimizer.state.clear()
+    for full, value in states.items():
+        name, _, key = full[len(_OPTIMIZER) :].rpartition(".")
+        optimizer.state[parameters[name]][key] = value
+    for name, values in numbers.items():
+        optimizer.state[parameters[name]].update(values)
+
+
+def require_same_optimizer(optimizer: Optimizer, scheduler: LRScheduler | None, saved: Mapping[str, Any]) -> None:
+    """Refuse the states of another optimizer before anything is touched.
+
+    Raises:
+        CheckpointError: another optimizer, number of parameter groups or scheduler.
+    """
+    own = {"optimizer": type(optimizer).__name__, "parameter groups": len(optimizer.param_groups)}
+    theirs = {"optimizer": saved["optimizer"], "parameter groups": len(saved["groups"])}
+    own["scheduler"] = type(scheduler).__name__ if scheduler is not None else "none"
+    theirs["scheduler"] = saved["scheduler_name"]
+    for what, value in own.items():
+        if theirs[what] != value:
+            raise CheckpointError(
+                f"the checkpoint was written with {what} {theirs[what]}, this engine has {value}",
+                why="its states and learning rates belong to that one",
+                fix="build the engine with the same optimizer, groups and scheduler",
+            )
 
 
 def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -72,25 +137,43 @@ def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
         {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in group.items()
-            if key != "params" and _plain(value)
+            if key not in _EXECUTION and _plain(value)
         }
         for group in optimizer.param_groups
     ]
 
 
 def restore_group_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
-    """Set the saved options of each parameter group.
-
-    Raises:
-        CheckpointError: another number of groups.
-    """
-    if len(options) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"the checkpoint has {len(options)} parameter groups, the optimizer {len(optimizer.param_groups)}",
-            fix="build the optimizer with the same parameter groups",
-        )
+    """Set the saved options of each parameter group."""
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
+
+
+def scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any] | None:
+    """A scheduler's state as JSON can hold it; functions and tables with numbers as keys are left to its maker."""
+    if scheduler is None:
+        return None
+    state = _jsonable(scheduler.state_dict())
+    if isinstance(scheduler, LambdaLR):
+        # LambdaLR asks for the entry when it loads; None stands for a function, which stays the maker's.
+        state["lr_lambdas"] = [None] * len(scheduler.lr_lambdas)
+    return dict(state)
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items() if isinstance(key, str) and _keeps(item)}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    return value
+
+
+def _keeps(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value)
+    if isinstance(value, (list, tuple)):
+        return all(_keeps(item) for item in value)
+    return _plain(value)
 
 
 def _plain(value: Any) -> bool:

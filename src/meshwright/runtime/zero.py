@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from meshwright.errors import ConfigError
 from meshwright.runtime.units import Unit
 
 __all__ = ["Used", "Zero"]
@@ -24,14 +25,32 @@ class Used:
         self.names = list(names)
         self._index = {name: i for i, name in enumerate(self.names)}
         self.flags = torch.zeros(len(self.names), dtype=torch.float64)
+        self._arrived: set[int] = set()
 
     def mark(self, name: str) -> None:
-        """The parameter has received a gradient."""
-        self.flags[self._index[name]] = 1.0
+        """The parameter has received its gradient of the microbatch that runs backward.
+
+        Raises:
+            ConfigError: it has received one in this backward already.
+        """
+        index = self._index[name]
+        self.flags[index] = 1.0
+        if index in self._arrived:
+            raise ConfigError(
+                f"parameter {name} received its gradient twice in one backward pass",
+                why="reentrant checkpointing runs a backward inside the backward: reduces would start too early",
+                fix="checkpoint with use_reentrant=False, or let the strategy do it: recompute=full",
+            )
+        self._arrived.add(index)
+
+    def begin_backward(self) -> None:
+        """Another microbatch runs backward."""
+        self._arrived.clear()
 
     def clear(self) -> None:
         """A new step."""
         self.flags.zero_()
+        self._arrived.clear()
 
 
 class Zero(ABC):

@@ -167,7 +167,7 @@ def _raised(record: FailureRecord, logs: Path, resume: str) -> MeshwrightError:
         mine: MeshwrightError = kind(record.parts["what"], why=record.parts["why"], fix=record.parts["fix"])
         return mine
     lines = record.trace.rstrip().splitlines()
-    shown = lines if len(lines) <= _TRACE_LINES else ["...", *lines[-_TRACE_LINES:]]
+    shown = lines if len(lines) <= _TRACE_LINES else [lines[0], "  ...", *lines[-_TRACE_LINES:]]
     return RankFailure(
         f"rank {record.rank} on {record.host} failed {_when(record.step)}: {record.kind}: {record.message}",
         why="\n    ".join(["its own traceback is", *shown]),

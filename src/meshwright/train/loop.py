@@ -111,10 +111,15 @@ class Trainer:
                 report, line = self._step()
                 self._last = report
                 on_step(self, report)
-                self._after_step(report.step, line, view)
+                note = self._evaluate(report.step, line)
+                # Before the checkpoint: who goes on from it must find the lines of all steps up to it.
                 metrics.write(json.dumps(line) + "\n")
                 metrics.flush()
                 view.step(_view(report, line["tokens_per_s"]))
+                if note:
+                    view.note(note)
+                if report.step == self.train.steps or report.step % self.train.checkpoint_every == 0:
+                    self.save()
         if leads:
             self._write_result(time.perf_counter() - begun, self.engine.steps_done - first)
 
@@ -141,18 +146,15 @@ class Trainer:
         }
         return report, line
 
-    def _after_step(self, step: int, line: dict[str, Any], view: ProgressView) -> None:
-        """Evaluate and save where it is due."""
+    def _evaluate(self, step: int, line: dict[str, Any]) -> str:
+        """Evaluate where it is due, and note it in the step's line; what to show of it."""
         last = step == self.train.steps
-        if (last or step % self.train.evaluate_every == 0) and self.corpus.validation_windows:
-            rows = self.plan.strategy.microbatch
-            batches = self.samples.validation(self.train.evaluate_samples, rows)
-            self.validation_loss = self.engine.evaluate(batches)
-            line["validation_loss"] = _finite(self.validation_loss)
-            if not last:
-                view.note(f"step {step}: validation loss {self.validation_loss:.4f}")
-        if last or step % self.train.checkpoint_every == 0:
-            self.save()
+        if not (last or step % self.train.evaluate_every == 0) or not self.corpus.validation_windows:
+            return ""
+        batches = self.samples.validation(self.train.evaluate_samples, self.plan.strategy.microbatch)
+        self.validation_loss = self.engine.evaluate(batches)
+        line["validation_loss"] = _finite(self.validation_loss)
+        return "" if last else f"step {step}: validation loss {self.validation_loss:.4f}"
 
     def save(self) -> None:
         """Write a checkpoint of the current step and remove the oldest."""

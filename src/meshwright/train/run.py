@@ -24,6 +24,8 @@ __all__ = ["TrainOptions", "train_job"]
 
 _BYTE_VALUES = 256
 _TEMPERATURE = 0.8
+#: Tables of a job file that a plan decides.
+_DECIDED = ("model.", "job.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,12 +120,13 @@ class _Run:
             earlier=resumed.plan if resumed is not None and resumed.plan.exists() else None,
             say=self._say,
         )
-        both = options.plan is not None and options.job is not None
-        if both and (plan.model, plan.job) != (job_file.model, job_file.job):
+        # Without a job file the built-in one gives only data and steps; values set by hand must not be lost in silence.
+        told = options.job is not None or any(word.startswith(_DECIDED) for word in options.sets)
+        if options.plan is not None and told and (plan.model, plan.job) != (job_file.model, job_file.job):
             raise ConfigError(
-                f"plan {options.plan} is for another job than {options.job}",
+                f"plan {options.plan} is for another job than {options.job or '--set ' + ' '.join(options.sets)}",
                 why="its [model] or [job] differs, and so would its memory",
-                fix="plan anew without --plan, or leave the job file out",
+                fix="plan anew without --plan, or leave the model and the job to the plan",
             )
         return plan
 

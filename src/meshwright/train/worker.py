@@ -32,9 +32,12 @@ def main(arguments: list[str]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // int(os.environ["LOCAL_WORLD_SIZE"]))))
     status = StatusFile(folder.logs, rank)
     try:
+        import torch.distributed as dist
+
         from meshwright.train.loop import train_rank
 
         train_rank(folder, resume=Path(arguments[1]) if len(arguments) > 1 else None, on_begin=status.enter)
+        dist.destroy_process_group()
     except BaseException as error:
         record_failure(folder.logs, rank, status.step, error)
         traceback.print_exception(error)

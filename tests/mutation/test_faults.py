@@ -1,0 +1,114 @@
+"""A suite that stays green is the defect: each injected fault must turn a named equivalence check red.
+
+Red means that the check names a tensor that differs. A crash proves nothing, and neither does a fault whose check is
+red without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.equivalence import test_dropout, test_strategies, test_user_reports
+from tests.equivalence.lattice import short_list
+from tests.harness.cases import Case
+from tests.harness.ranks import RankError, prepared
+from tests.mutation.faults import FAULTS
+
+ANY_TENSOR = r"step \d (gradient|update) \S+\.(weight|bias): error"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault, the check that must catch it (a test of the equivalence suite with its arguments), and what it shows."""
+
+    fault: str
+    test: Callable[..., Any]
+    arguments: tuple[tuple[str, Any], ...]
+    shows: str = ANY_TENSOR
+
+    def __str__(self) -> str:
+        return f"{self.fault}-{self.test.__name__}"
+
+    def check(self) -> None:
+        self.test(**dict(self.arguments))
+
+
+def caught(fault: str, test: Callable[..., Any], shows: str = ANY_TENSOR, **arguments: Any) -> Mutation:
+    return Mutation(fault, test, tuple(arguments.items()), shows)
+
+
+def listed(**wanted: Any) -> Case:
+    """The first case of the short list with these options: the list is what `make test` runs."""
+    matching = [case for case in short_list() if all(getattr(case, name) == value for name, value in wanted.items())]
+    assert matching, f"no case with {wanted} in the short list"
+    return min(matching, key=lambda case: case.world)
+
+
+D1 = test_user_reports.test_D1_unequal_microbatches_weigh_by_their_tokens
+D2 = test_user_reports.test_D2_ranks_with_few_tokens_weigh_little
+D13 = test_user_reports.test_D13_clipping_happens_once_over_all_microbatches
+D26 = test_user_reports.test_D26_64_bf16_microbatches_are_summed_in_float32
+D28 = test_user_reports.test_D28_the_scheduler_steps_once_for_each_optimizer_step
+E6 = test_user_reports.test_E6_a_parameter_that_nothing_uses_is_named_and_left_alone
+TIED = test_user_reports.test_a_tied_weight_has_one_gradient
+PAIRS = test_strategies.test_pairs_of_options
+MASKS = test_dropout.test_masks_do_not_depend_on_the_layout
+HYBRID = {"world": 4, "shard": 2, "dtype": "float64"}
+
+MUTATIONS = [
+    caught("mean_of_means", D1, zero=0),
+    caught("mean_of_means", D1, zero=3),
+    caught("padding_counts", D2, world=2, zero=1),
+    caught("local_weight", D2, world=2, zero=3),
+    caught("tied_weight_not_reduced", TIED, r"step 1 gradient model\.embed_tokens\.weight: error", zero=0),
+    caught("unit_not_reduced", D2, r"step 1 gradient model\.layers\.4\.mlp\.down_proj\.weight: error", world=3, zero=2),
+    caught("divided_by_ranks_again", D2, world=2, zero=2),
+    caught("clipped_twice", D13, r"step 1 update \S+weight: error", zero=0),
+    caught("clipped_twice", D13, r"step 1 update \S+weight: error", zero=3),
+    caught("clipped_per_microbatch", D13, r"step 1 gradient \S+weight: error", zero=2),
+    caught("norm_of_local_shard", D13, r"step 1 update \S+weight: error", zero=3),
+    caught(
+        "replicas_counted_twice", PAIRS, r"step 1 update \S+: error", case=listed(**HYBRID, clip=0.1, optimizer="sgd")
+    ),
+    caught("replicas_not_summed", PAIRS, case=listed(**HYBRID)),
+    caught("stale_gather", D1, r"step 2 gradient \S+weight: error", zero=1),
+    caught("stale_gather", D1, r"step 2 gradient \S+weight: error", zero=3),
+    caught("only_the_last_microbatch", D1, r"step 1 gradient \S+weight: error", zero=2),
+    caught("scheduler_steps_for_every_rank", D28, r"step 2 update \S+weight: error", zero=1),
+    caught("recompute_draws_again", MASKS, case=test_dropout.LAYOUTS[4]),
+    caught("masks_by_rank", MASKS, case=test_dropout.LAYOUTS[0]),
+    caught("accumulated_in_bf16", D26, r"layers\.\d\.weight", zero=0, world=2, shard=0),
+    caught("reduced_too_early", D1, r"step 1 gradient model\.layers\.\d\.\S+weight: error", zero=0),
+    caught("everybody_takes_the_first_rows", D1, zero=2),
+    caught("gradients_not_zeroed", D1, r"step 2 gradient \S+weight: error", zero=2),
+    caught("unused_decays", E6, r"step 1 gradient forgotten\.weight: error", zero=2, world=2),
+    caught("weights_by_rank", D1, r"step 0 initial model\.\S+weight: error", zero=0),
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_a_fault_turns_its_check_red(mutation: Mutation) -> None:
+    mutation.check()
+    with prepared(FAULTS[mutation.fault]), pytest.raises(AssertionError) as red:
+        mutation.check()
+    text = str(red.value)
+    assert not isinstance(red.value, RankError), f"a crash, not a mismatch:\n{text}"
+    assert re.search(mutation.shows, text), f"no tensor is named as expected:\n{text}"
+
+
+def test_every_fault_has_a_check() -> None:
+    assert {mutation.fault for mutation in MUTATIONS} == set(FAULTS)
+    assert len(FAULTS) >= 12
+
+
+def test_a_fault_must_replace_something() -> None:
+    from tests.mutation.faults import replace
+
+    with pytest.raises(AttributeError):
+        replace(test_strategies, "no_such_function", partial)
