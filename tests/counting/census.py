@@ -57,7 +57,7 @@ def optimizer_bytes(engine: Engine) -> dict[int, int]:
 class Census:
     """Takes down, at named moments of a step, the bytes of all that was not there when the step began."""
 
-    def __init__(self, engine: Engine, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, engine: Engine, blocks: Sequence[nn.Module] = ()) -> None:
         self.moments: dict[str, int] = {}
         self.microbatch = -1
         self._before: dict[int, int] = {}

@@ -18,7 +18,10 @@ def test_pairs_of_options(case: Case) -> None:
         assert (step.clipped_norm < step.grad_norm) == bool(case.clip), "the case does not clip where it should"
 
 
-@pytest.mark.parametrize(("world", "shard"), [(4, 2), (8, 2), (8, 4)])
+@pytest.mark.parametrize(
+    ("world", "shard"),
+    [(4, 2), pytest.param(8, 2, marks=pytest.mark.slow), pytest.param(8, 4, marks=pytest.mark.slow)],
+)
 def test_hybrid_groups_reduce_every_microbatch_and_all_reduce_once(world: int, shard: int) -> None:
     check_many([Case(world=world, zero=zero, shard=shard, accumulation=3, tied=True, clip=0.1) for zero in (1, 2, 3)])
 

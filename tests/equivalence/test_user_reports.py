@@ -17,6 +17,7 @@ from tests.harness.cases import (
     run_case,
     run_engine,
     train,
+    train_many,
 )
 from tests.harness.models import VALID_TOKENS, builder, loss_of
 from tests.harness.plain import run_plain
@@ -92,8 +93,8 @@ def test_D16_norm_before_and_after_clipping_do_not_depend_on_the_strategy(
     case = Case(world=2, zero=zero, accumulation=accumulation, microbatch=microbatch, valid="all", rate=0.0, clip=1e9)
     one = Case(world=1, accumulation=8, valid="all", rate=0.0)
     wanted = [step.grad_norm for step in run_one(run_case, one).steps]
-    runs = [train(replace(case, clip=clip))[0] for clip in (1e9, 0.05)]
-    for run, clip in zip(runs, (1e9, 0.05), strict=True):
+    clips = (1e9, 0.05)
+    for [run, _], clip in zip(train_many([replace(case, clip=clip) for clip in clips]), clips, strict=True):
         assert [step.grad_norm for step in run.steps] == pytest.approx(wanted, rel=1e-12)
         clipped = [n * min(1.0, clip / (n + 1e-6)) for n in wanted]  # as torch.nn.utils.clip_grad_norm_ has it
         assert [step.clipped_norm for step in run.steps] == pytest.approx(clipped, rel=1e-12)
@@ -150,18 +151,14 @@ def summed_microbatches(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor
 def test_D28_the_scheduler_steps_once_for_each_optimizer_step(zero: int) -> None:
     """It stepped once for every process: with a rate that halves, four ranks must make the updates of one."""
     case = Case(world=4, zero=zero, halving=True)
-    check(case)
-    for rates in run_ranks(4, rates_after_steps, case):
-        assert rates == [case.learning_rate / 2**step for step in range(1, STEPS + 1)]
+    found = run_ranks(4, run_with_rate, case)
+    assert_equal(case, join([run for run, _ in found]), run_one(run_case, case.reference))
+    assert {rate for _, rate in found} == {case.learning_rate / 2**STEPS}
 
 
-def rates_after_steps(case: Case) -> list[float]:
+def run_with_rate(case: Case) -> tuple[Run, float]:
     engine = build_engine(case)
-    rates = []
-    for number in range(STEPS):
-        engine.step(case.batch(number))
-        rates.append(engine.optimizer.param_groups[0]["lr"])
-    return rates
+    return run_engine(engine, case), engine.optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize("zero", STAGES)
@@ -201,10 +198,10 @@ def adam_on(case: Case, initial: dict[str, Tensor], gradients: dict[str, Tensor]
 def test_E6_a_parameter_that_nothing_uses_is_named_and_left_alone(zero: int, world: int) -> None:
     """An unused Linear stopped the run. It needs no flag: no gradient, no update (not even weight decay), a warning."""
     case = Case(model="mlp-unused", world=world, zero=zero, accumulation=2, optimizer="adamw")
-    check(case)
     unused = {"forgotten.weight", "forgotten.bias", "layers.2.weight", "layers.2.bias"}
     found = run_ranks(world, run_and_listen, case)
     joined = join([run for run, _, _ in found])
+    assert_equal(case, joined, run_one(run_case, case.reference))
     for rank, (run, (_, named, texts)) in enumerate(zip(joined, found, strict=True)):
         assert set(named) == unused
         assert len(texts) == (rank == 0), "one warning, from one rank"
@@ -266,8 +263,8 @@ def run_one_branch_then_both(case: Case) -> Run:
 def test_a_tied_weight_has_one_gradient(zero: int) -> None:
     """Both uses of a tied weight add to one gradient, counted once in the norm."""
     case = Case(world=3, zero=zero, tied=True, accumulation=2)
-    run = train(case)[0]
-    assert "lm_head.weight" not in run.initial
-    step = run.steps[0]
+    runs = train(case)
+    assert_equal(case, runs, one_batch(case))
+    assert "lm_head.weight" not in runs[0].initial
+    step = runs[0].steps[0]
     assert step.grad_norm == pytest.approx(distance(step.gradients, {}), rel=1e-12)
-    check_against_one_batch(case)

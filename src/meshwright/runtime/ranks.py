@@ -29,7 +29,8 @@ def local_device(wanted: torch.device | str | None = None) -> torch.device:
     device = torch.device(wanted if wanted is not None else accelerator or "cpu")
     if device.type == "cpu":
         return device
-    index = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", 0))
+    given = device != torch.device(device.type)
+    index = device.index if given else int(os.environ.get("LOCAL_RANK", 0))
     count = torch.accelerator.device_count()
     if index >= count:
         raise ConfigError(

@@ -24,7 +24,7 @@ from meshwright.spec.files import read_noun
 from meshwright.spec.job_file import DataSpec, JobFile, TrainSpec
 from meshwright.train.data import ByteCorpus
 from meshwright.train.folder import RunFolder
-from meshwright.train.model import decoder_config
+from meshwright.train.model import decoder_config, saved_extra
 from meshwright.train.optim import learning_rate_factor, optimizer_factory, scheduler_factory
 from meshwright.train.progress import ProgressView, StepView
 from meshwright.train.same_run import describe_run, require_same_run
@@ -167,7 +167,8 @@ class Trainer:
     def _load(self, checkpoint: Path) -> None:
         """Go on from a checkpoint. What the job says of the optimizer holds from now on, also where it has changed."""
         fresh = [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
-        require_same_run(checkpoint, self.engine.load(checkpoint), describe_run(self.plan, self.data, self.corpus))
+        require_same_run(checkpoint, saved_extra(checkpoint), describe_run(self.plan, self.data, self.corpus))
+        self.engine.load(checkpoint)
         scheduler = self.engine.scheduler
         assert scheduler is not None, "the trainer always schedules the learning rate"
         spec = self.plan.job.optimizer
