@@ -1,7 +1,8 @@
 """What only a machine with GPUs can prove: NCCL, bf16 kernels, the allocator. Run it there: `make gpu-check`.
 
 Starts one rank per GPU and trains a small decoder with every ZeRO stage, in float32 and with bf16 compute; losses and
-gradient norms must be equal for all stages, states must lie on the GPU, and a checkpoint must load under another stage.
+gradient norms must be equal for all stages, states must lie on the GPU, a checkpoint must go on under another stage.
+Exits with 2 on a machine with a single GPU, where only part of this can be checked.
 """
 
 from __future__ import annotations
@@ -49,19 +50,26 @@ def rank_main(folder: Path) -> None:
             reports = [made.step((batch[:, :-1].contiguous(), batch[:, 1:].contiguous())) for batch in ids]
             found = [(report.loss, report.grad_norm) for report in reports]
             reference = reference or found
-            worst = max(abs(a - b) / abs(b) for f, r in zip(found, reference, strict=True) for a, b in zip(f, r, strict=True))
+            worst = max(
+                abs(a - b) / abs(b) for f, r in zip(found, reference, strict=True) for a, b in zip(f, r, strict=True)
+            )
             kind = next(iter(made.named_parameters().values())).device.type
             if dist.get_rank() == 0:
                 peak = reports[-1].peak_bytes
-                print(f"{compute:9} zero={zero} worst relative difference {worst:.1e} on {kind}; memory {peak}", flush=True)
-            if worst > TOLERANCE[compute] or kind == "cpu":
+                print(
+                    f"{compute:9} zero={zero} worst relative difference {worst:.1e} on {kind}; memory {peak}",
+                    flush=True,
+                )
+            if not worst <= TOLERANCE[compute] or kind == "cpu":
                 raise SystemExit(f"zero={zero} {compute}: {worst:.1e} is over {TOLERANCE[compute]} or not on a GPU")
             if zero == 3:
                 made.save(folder / compute)
                 other = engine(1, compute)
                 other.load(folder / compute)
-                if other.steps_done != STEPS:
-                    raise SystemExit("the checkpoint did not load under ZeRO-1")
+                pair = (ids[0][:, :-1].contiguous(), ids[0][:, 1:].contiguous())
+                before, after = made.step(pair).loss, other.step(pair).loss
+                if not abs(before - after) <= TOLERANCE[compute] * abs(before):
+                    raise SystemExit(f"after loading under ZeRO-1 the loss is {after}, and {before} without")
     dist.destroy_process_group()
 
 
@@ -73,9 +81,18 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("gpu-check: no GPU here, so nothing was checked", file=sys.stderr)
         return 1
+    if torch.cuda.device_count() == 1:
+        print("gpu-check: one GPU: sharding, hybrid sharding and NCCL between ranks are NOT checked", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torch.cuda.device_count()}"]
-        return subprocess.run([*command, __file__, folder], check=False).returncode
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={torch.cuda.device_count()}",
+        ]
+        code = subprocess.run([*command, __file__, folder], check=False).returncode
+    return code or (0 if torch.cuda.device_count() > 1 else 2)
 
 
 if __name__ == "__main__":

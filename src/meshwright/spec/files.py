@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import tempfile
 import tomllib
 import types
 from dataclasses import fields, is_dataclass
@@ -97,10 +96,12 @@ def write_text(path: Path, text: str) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
+        aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            aside.write_text(text, encoding="utf-8")
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}", why=str(error), fix="choose a folder that you may write to"

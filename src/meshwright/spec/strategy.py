@@ -7,12 +7,12 @@ from typing import Literal, get_args
 
 from meshwright.errors import ConfigError
 from meshwright.spec.checks import require_choice
+from meshwright.spec.job import Recompute
 from meshwright.spec.values import show_value
 
 __all__ = ["MESH_DIMENSIONS", "Offload", "Strategy"]
 
 Tier = Literal["device", "host", "disk"]
-Recompute = Literal["none", "selective", "full"]
 Gather = Literal["auto", "none", "unit", "chunk", "step"]
 Reduce = Literal["auto", "microbatch", "window", "end"]
 Schedule = Literal["single", "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v", "dualpipev"]
