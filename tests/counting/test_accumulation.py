@@ -34,8 +34,9 @@ def bytes_between_microbatches(stages: tuple[int, ...], world: int) -> dict[int,
             Strategy(dp=world, zero=zero),
             measure_memory="never",
         )
+        batch = torch.ones(3 * world, WIDTH), torch.ones(3 * world, WIDTH)
         census = Census(engine)
-        engine.step((torch.ones(3 * world, WIDTH), torch.ones(3 * world, WIDTH)))
+        engine.step(batch)
         found[zero] = census.moments["before 2"]
     return found
 

@@ -146,7 +146,7 @@ def clipped_per_microbatch() -> None:
 
     def make(original: Any) -> Any:
         def backward(self: Any, microbatch: int, **kwargs: Any) -> None:
-            parameters = list(self._engine.model.parameters())
+            parameters = [p for group in self._engine.optimizer.param_groups for p in group["params"]]
             before = [None if p.grad is None else p.grad.clone() for p in parameters]
             weight = float(self.weight)
             original(self, microbatch, **kwargs)
@@ -270,8 +270,8 @@ def accumulated_in_bf16() -> None:
     """The sum of gradients is rounded to bf16 after each microbatch."""
 
     def make(original: Any) -> Any:
-        def arrived(self: Replicas, parameter: Any, name: str, index: int) -> None:
-            original(self, parameter, name, index)
+        def arrived(self: Replicas, parameter: Any, *, name: str, index: int) -> None:
+            original(self, parameter, name=name, index=index)
             gradient = self._buckets[index].parameters[name].grad
             assert gradient is not None
             gradient.copy_(gradient.bfloat16())

@@ -409,11 +409,11 @@ class IntStep(torch.optim.SGD):
 
 
 def test_numbers_in_optimizer_states_and_nested_schedules_come_back(tmp_path: Path) -> None:
-    from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
+    from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, SequentialLR
 
     def schedule(optimizer: torch.optim.Optimizer) -> Any:
-        parts = [LinearLR(optimizer, 0.5, total_iters=2), MultiStepLR(optimizer, [1, 3], gamma=0.1)]
-        return SequentialLR(optimizer, parts, milestones=[2])
+        later = [MultiStepLR(optimizer, [1, 3], gamma=0.1), LambdaLR(optimizer, lambda step: 0.5**step)]
+        return SequentialLR(optimizer, [LinearLR(optimizer, 0.5, total_iters=2), *later], milestones=[2, 4])
 
     def engine() -> Engine:
         return make(optimizer=lambda parameters: IntStep(parameters, lr=0.1, momentum=0.9), scheduler=schedule)

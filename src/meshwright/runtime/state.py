@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.errors import CheckpointError
 
@@ -153,16 +153,16 @@ def scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any] | None:
     """A scheduler's state as JSON can hold it; functions and tables with numbers as keys are left to its maker."""
     if scheduler is None:
         return None
-    state = _jsonable(scheduler.state_dict())
-    if isinstance(scheduler, LambdaLR):
-        # LambdaLR asks for the entry when it loads; None stands for a function, which stays the maker's.
-        state["lr_lambdas"] = [None] * len(scheduler.lr_lambdas)
-    return dict(state)
+    state: dict[str, Any] = _jsonable(scheduler.state_dict())
+    return state
 
 
 def _jsonable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items() if isinstance(key, str) and _keeps(item)}
+        # LambdaLR asks for its functions when it loads; None stands for one, which stays the maker's.
+        lambdas = {key: [None] * len(item) for key, item in value.items() if key == "lr_lambdas"}
+        kept = {key: _jsonable(item) for key, item in value.items() if isinstance(key, str) and _keeps(item)}
+        return kept | lambdas
     if isinstance(value, (list, tuple)):
         return [_jsonable(item) for item in value]
     return value
@@ -170,7 +170,7 @@ def _jsonable(value: Any) -> Any:
 
 def _keeps(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(isinstance(key, str) for key in value)
+        return all(isinstance(name, str) for name in value)
     if isinstance(value, (list, tuple)):
         return all(_keeps(item) for item in value)
     return _plain(value)
