@@ -16,7 +16,7 @@ from tests.harness.records import Run
 from tests.harness.tolerance import BF16_RATIO, distance
 
 SEEDS = range(5)
-BF16 = Case(dtype="float32", compute="bfloat16", source="module", accumulation=2)
+BF16 = Case(dtype="float32", compute="bfloat16", source="module", accumulation=2, steps=1)
 LAYOUTS = [
     replace(BF16, world=2, zero=0, clip=0.1),
     replace(BF16, world=2, zero=1, recompute="selective"),

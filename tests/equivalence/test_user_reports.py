@@ -48,8 +48,7 @@ def test_D1_unequal_microbatches_weigh_by_their_tokens(zero: int) -> None:
     check_against_one_batch(case)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("world", "zero"), [(2, 3), (3, 1), (3, 2), (4, 0), (4, 3)])
 def test_D2_ranks_with_few_tokens_weigh_little(world: int, zero: int) -> None:
     """Mean per rank, then mean over ranks: the gradient must be the sum over all tokens divided by their number."""
     check_against_one_batch(Case(world=world, zero=zero))
@@ -116,7 +115,7 @@ def test_D26_64_bf16_microbatches_are_summed_in_float32(zero: int, world: int, s
         zero=zero,
         accumulation=128 // world,
         microbatch=1,
-        rate=0.0,
+        steps=1,
     )
     in_float64, in_bf16 = run_one(summed_microbatches, case)
     norm = distance(in_float64, {})
@@ -168,14 +167,14 @@ def test_D30_the_first_adam_update_is_a_first_update(zero: int, dtype: str) -> N
 
     AdamW in plain PyTorch, on whole tensors with the engine's own gradients, makes the same update to the bit.
     """
-    case = Case(world=3, zero=zero, dtype=dtype, optimizer="adamw-default-eps")
+    case = Case(world=3, zero=zero, dtype=dtype, optimizer="adamw-default-eps", steps=1)
     found = run_ranks(3, run_and_count_states, case)
     for run, (_, counts) in zip(join([run for run, _ in found]), found, strict=True):
         plain = run_one(adam_on, case, run.initial, run.steps[0].gradients)
         assert {name: torch.equal(run.steps[0].updates[name], plain[name]) for name in plain} == dict.fromkeys(
             plain, True
         )
-        assert counts == {float(STEPS)}
+        assert counts == {1.0}
 
 
 def run_and_count_states(case: Case) -> tuple[Run, set[float]]:

@@ -1,4 +1,4 @@
-"""A case: one training run of three steps, its reference in one process, and the worker that runs either."""
+"""A case: one training run of a few steps, its reference in one process, and the worker that runs either."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ class Case:
     prefetch: int = 0
     unit_blocks: int = 1
     seed: int = 0
+    steps: int = STEPS
 
     def __str__(self) -> str:
         """What differs from the defaults, as a test's name."""
@@ -185,7 +186,7 @@ def run_case(case: Case) -> Run:
 
 
 def run_engine(engine: Engine, case: Case, batches: Sequence[Any] = ()) -> Run:
-    """Three steps of an engine that was built for the case, recorded; on the case's own batches if none are given."""
+    """The steps of an engine that was built for the case, recorded; on the case's own batches if none are given."""
     captured: dict[str, Tensor | None] = {}
 
     def capture(gradients: dict[str, Tensor | None]) -> None:
@@ -195,7 +196,7 @@ def run_engine(engine: Engine, case: Case, batches: Sequence[Any] = ()) -> Run:
     engine.on_gradients = capture
     before = values(engine)
     run = Run(before, [])
-    for batch in batches or [case.batch(number) for number in range(STEPS)]:
+    for batch in batches or [case.batch(number) for number in range(case.steps)]:
         with float32_upcasts_stay_float64() if case.dtype == "float64" else nullcontext():
             report = engine.step(_share(batch, case))
         after = values(engine)

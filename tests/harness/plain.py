@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from tests.harness.cases import SEQUENCE, STEPS, Case, halve, make_optimizer, real_model
+from tests.harness.cases import SEQUENCE, Case, halve, make_optimizer, real_model
 from tests.harness.float64 import float32_upcasts_stay_float64
 from tests.harness.models import VALID_TOKENS, loss_of
 from tests.harness.records import Run, Step
@@ -34,7 +34,7 @@ def run_plain(case: Case, initial: dict[str, Tensor], one_batch: bool = False) -
     optimizer = make_optimizer(case, model.parameters())
     scheduler = halve(optimizer) if case.halving else None
     run = Run({name: parameter.detach().clone() for name, parameter in parameters.items()}, [])
-    for number in range(STEPS):
+    for number in range(case.steps):
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         with float32_upcasts_stay_float64() if case.dtype == "float64" else nullcontext():
             loss, weight = _accumulate(
