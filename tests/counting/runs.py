@@ -46,8 +46,8 @@ class Setting:
         return " ".join(words + ([f"unit_blocks={self.unit_blocks}"] if self.unit_blocks > 1 else []))
 
     @property
-    def rank_takes_census(self) -> bool:
-        """The first and the last rank do; a census takes time."""
+    def rank_is_measured(self) -> bool:
+        """The first and the last rank count memory in step; that takes time, and all ranks are alike."""
         return self.world == 1 or dist.get_rank() in (0, self.world - 1)
 
     @property
@@ -100,7 +100,7 @@ def _run(setting: Setting) -> Counted:
     engine = Engine(
         model(setting),
         loss_of("decoder"),
-        torch.optim.AdamW,
+        partial(torch.optim.AdamW, fused=True),
         Job(global_batch=sequences, sequence=SEQUENCE, compute_dtype=setting.compute),
         Strategy(
             dp=setting.world,
@@ -109,12 +109,12 @@ def _run(setting: Setting) -> Counted:
             prefetch=setting.prefetch,
             unit_blocks=setting.unit_blocks,
         ),
-        measure_memory="every",
+        measure_memory="every" if setting.rank_is_measured else "never",
     )
     ids = torch.randint(0, 100, (sequences, SEQUENCE), generator=torch.Generator().manual_seed(0))
     engine.step((ids, ids))
     census = None
-    if setting.rank_takes_census:
+    if setting.rank_is_measured:
         census = Census(engine, [engine.model.get_submodule(f"model.layers.{index}") for index in range(BLOCKS)])
         engine.on_gradients = lambda gradients: census.take("optimizer")
     with CollectiveCounter(census) as counter:
