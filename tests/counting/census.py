@@ -65,7 +65,10 @@ class Census:
         engine.model.register_forward_hook(lambda *_: self.take(f"forward {self.microbatch} end"))
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(self._block_begins(index))
-        self._before = self._count()
+
+    def begin(self) -> None:
+        """Start over, before a step."""
+        self.moments, self.microbatch, self._before = {}, -1, self._count()
 
     def take(self, moment: str) -> None:
         """Count now."""

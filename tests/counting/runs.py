@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,6 +20,9 @@ from tests.harness.ranks import run_ranks
 __all__ = ["BLOCKS", "Counted", "Setting", "counted", "model"]
 
 BLOCKS = 4
+# Threads of gloo let go of a buffer a moment after its collective is done: memory is counted in several steps, and the
+# least of each moment is taken.
+COUNTED_STEPS = 2
 SEQUENCE = 2
 HIDDEN = 96
 VOCABULARY = 256
@@ -91,11 +95,12 @@ def counted(settings: tuple[Setting, ...]) -> list[dict[Setting, Counted]]:
 
 
 def _run_all(settings: tuple[Setting, ...]) -> dict[Setting, Counted]:
+    gc.freeze()  # what was imported holds no tensor of a run, and need not be looked through each time
     return {setting: _run(setting) for setting in settings}
 
 
 def _run(setting: Setting) -> Counted:
-    """Counts the second step of a run on this rank: the optimizer has its states by then."""
+    """Counts steps of a run on this rank after the first: the optimizer has its states by then."""
     sequences = setting.world * setting.microbatches
     engine = Engine(
         model(setting),
@@ -113,18 +118,26 @@ def _run(setting: Setting) -> Counted:
     )
     ids = torch.randint(0, 100, (sequences, SEQUENCE), generator=torch.Generator().manual_seed(0))
     engine.step((ids, ids))
-    census = None
+    with CollectiveCounter() as counter:
+        report = engine.step((ids, ids))
+    peaks, moments = [report.peak_bytes], {}
     if setting.rank_is_measured:
         census = Census(engine, [engine.model.get_submodule(f"model.layers.{index}") for index in range(BLOCKS)])
         engine.on_gradients = lambda gradients: census.take("optimizer")
-    with CollectiveCounter(census) as counter:
-        report = engine.step((ids, ids))
+    for _ in range(COUNTED_STEPS):
+        if setting.rank_is_measured:
+            census.begin()
+            with CollectiveCounter(census):
+                peaks.append(engine.step((ids, ids)).peak_bytes)
+            moments = {name: min(size, moments.get(name, size)) for name, size in census.moments.items()}
+        else:
+            engine.step((ids, ids))
     return Counted(
         parameters=sum(parameter_bytes(engine).values()),
         optimizer=sum(optimizer_bytes(engine).values()),
         reported_rest=engine.bytes_at_rest(),
-        reported_peak=report.peak_bytes,
+        reported_peak=min(peaks, key=lambda peak: peak.get("total", 0)),
         reported_collectives=report.collectives,
         calls=dict(counter.calls),
-        moments=census.moments if census is not None else {},
+        moments=moments,
     )

@@ -36,6 +36,7 @@ def bytes_between_microbatches(stages: tuple[int, ...], world: int) -> dict[int,
         )
         batch = torch.ones(3 * world, WIDTH), torch.ones(3 * world, WIDTH)
         census = Census(engine)
+        census.begin()
         engine.step(batch)
         found[zero] = census.moments["before 2"]
     return found
