@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.spec import BlockSpec, ModelSpec
+from meshwright.spec import BlockSpec, Layout, ModelSpec
 
 __all__ = ["flat_model"]
 
@@ -23,4 +23,4 @@ def flat_model(*, root: int, layer: int, layers: int) -> ModelSpec:
         )
 
     blocks = [block("embedding", "embedding", root), *(block(f"layers.{i}", "layer", layer) for i in range(layers))]
-    return ModelSpec(name="flat", sequence=1, compute_dtype="float32", blocks=(*blocks, block("head", "head", 0)))
+    return ModelSpec(name="flat", layout=Layout(sequence=1), blocks=(*blocks, block("head", "head", 0)))

@@ -3,8 +3,9 @@
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
 from meshwright.spec.decoder import DecoderShape, describe
 from meshwright.spec.job import DTYPE_BYTES, Job, OptimizerSpec
+from meshwright.spec.layout import Attention, Layout
 from meshwright.spec.machine import this_machine
-from meshwright.spec.model import BlockSpec, ModelSpec
+from meshwright.spec.model import BlockCollective, BlockSpec, ModelSpec
 from meshwright.spec.plan import PLAN_FORMAT, Cost, Plan, Provenance, Rejected, RunnerUp
 from meshwright.spec.strategy import Offload, Strategy
 from meshwright.spec.support import is_executable, require_executable
@@ -14,12 +15,15 @@ __all__ = [
     "DTYPE_BYTES",
     "PLAN_FORMAT",
     "Assignment",
+    "Attention",
+    "BlockCollective",
     "BlockSpec",
     "Cluster",
     "Cost",
     "DecoderShape",
     "Device",
     "Job",
+    "Layout",
     "Link",
     "ModelSpec",
     "NodeGroup",

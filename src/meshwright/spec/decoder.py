@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.errors import ConfigError
 from meshwright.spec.job import DTYPE_BYTES, Dtype
+from meshwright.spec.layout import Layout
 from meshwright.spec.model import BlockSpec, ModelSpec
 
 __all__ = ["DecoderShape", "describe"]
@@ -120,8 +121,7 @@ def describe(shape: DecoderShape, *, sequence: int, compute_dtype: Dtype) -> Mod
     layer = costs.layer()
     return ModelSpec(
         name="decoder",
-        sequence=sequence,
-        compute_dtype=compute_dtype,
+        layout=Layout(sequence=sequence, compute_dtype=compute_dtype),
         blocks=(
             costs.embedding(),
             *(replace(layer, name=f"layers.{index}") for index in range(shape.num_hidden_layers)),

@@ -8,21 +8,41 @@ from functools import lru_cache
 from typing import Literal
 
 from meshwright.errors import ConfigError
+from meshwright.spec.layout import Layout
 
-__all__ = ["BlockSpec", "ModelSpec"]
+__all__ = ["BlockCollective", "BlockSpec", "ModelSpec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCollective:
+    """A collective that model parallelism adds to a block: `forward` and `backward` times per microbatch.
+
+    `kind` is all_reduce, all_gather, reduce_scatter, all_to_all or send; `dimension` the mesh dimension it runs over;
+    `message_bytes` the whole, unsharded message for one sequence.
+    """
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+    dimension: Literal["tp", "cp", "ep"]
+    message_bytes: int
+    forward: int = 1
+    backward: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
     """One block: what ZeRO can gather as a unit and a pipeline can place on a stage.
 
-    Figures hold for one sequence of the model's `sequence` tokens, for tensor-parallel degree 1, and grow linearly
-    with the number of sequences in a microbatch; `fixed_bytes` alone does not.
+    Figures are those of one rank under the model's `Layout`, for one sequence, and grow linearly with the number of
+    sequences in a microbatch; `fixed_bytes` alone does not.
 
-    `parameters` counts elements that this block owns (a tied weight belongs to the first block that uses it);
-    `tied_parameters` counts those it uses but another block owns. `tensors` lists the shapes of the owned parameters:
-    sharding cuts each on dim 0, so that padding is exact; without it the block is taken as one flat tensor.
-    `forward_flops` counts two per multiply-add. `moved_bytes` are bytes read and written by the forward's operations.
+    `parameters` counts elements that this block owns on this rank (a tied weight belongs to the first block that uses
+    it); `tied_parameters` counts those it uses but another block owns. `tensors` lists the shapes of the owned
+    parameters: sharding cuts each on dim 0, so that padding is exact; without it the block is taken as one flat tensor.
+    `frozen` and `experts` are those of the tensors that get no gradient, and those that expert parallelism lays over
+    ranks (ZeRO shards them over a group that is smaller by the factor ep); both are listed in `tensors` too.
+    `forward_flops` counts two per multiply-add of matrix products and of attention over all S x S pairs;
+    `causal_flops` is what of it a causal kernel may skip; `backward_flops` counts the backward without recompute
+    (left out: twice the forward). `moved_bytes` are bytes read and written by the forward's operations.
     `saved_bytes` maps a recompute policy to the bytes kept from forward to backward, each storage once, and
     `alive_bytes` to what is alive while the block's own backward runs: what was kept and what is computed again (left
     out: as much as without recompute). `fixed_bytes` is kept once per microbatch, whatever its number of sequences.
@@ -43,10 +63,19 @@ class BlockSpec:
     tensors: tuple[tuple[int, ...], ...] = ()
     alive_bytes: dict[str, int] = field(default_factory=dict)
     fixed_bytes: int = 0
+    frozen: tuple[tuple[int, ...], ...] = ()
+    experts: tuple[tuple[int, ...], ...] = ()
+    buffer_bytes: int = 0
+    causal_flops: int = 0
+    backward_flops: int = -1
+    weight_bytes: int = 0
+    collectives: tuple[BlockCollective, ...] = ()
 
     def __post_init__(self) -> None:
         if self.parameters < 0 or self.forward_flops < 0 or min(self.saved_bytes.values(), default=0) < 0:
             raise ConfigError(f"block {self.name}: a negative count", fix="describe the block with counts of 0 or more")
+        if self.backward_flops < 0:
+            object.__setattr__(self, "backward_flops", 2 * self.forward_flops)
         held = sum(math.prod(shape) for shape in self.tensors)
         if self.tensors and held != self.parameters:
             raise ConfigError(
@@ -69,16 +98,17 @@ def _share(tensors: tuple[tuple[int, ...], ...], group: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model: its blocks in forward order, for a given sequence length (tokens) and compute dtype.
+    """A model: its blocks in forward order, as one rank sees them under a layout.
 
-    `loss_bytes` is what the loss keeps for backward, per sequence, besides the logits.
+    `loss_bytes` is what the loss keeps for backward, per sequence, besides the logits. `source` says where the figures
+    come from: a `config.json`, a trace.
     """
 
     name: str
-    sequence: int
-    compute_dtype: str
+    layout: Layout
     blocks: tuple[BlockSpec, ...]
     loss_bytes: int = 0
+    source: str = ""
 
     def __post_init__(self) -> None:
         if not any(block.kind == "layer" for block in self.blocks):
