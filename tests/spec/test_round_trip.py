@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 
-from meshwright.spec import Cluster, DecoderShape, Job, Plan, Strategy, parse_strategy
+from meshwright.errors import ConfigError
+from meshwright.spec import Cluster, DecoderShape, Job, OptimizerSpec, Plan, Strategy, parse_strategy
 from meshwright.spec.files import dump_toml, from_table, read_noun, to_table, write_text
 from meshwright.spec.job_file import JobFile
 from tests.spec.legal import clusters, job_files, jobs, plans, shapes, strategies
@@ -72,3 +75,21 @@ def test_a_noun_read_from_a_file_is_written_with_all_its_fields(tmp_path: Path) 
     assert table["model"]["rms_norm_eps"] == 1e-5
     assert table["train"]["steps"] == read.train.steps
     assert "cluster" not in table
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (lambda: Strategy(dp="2"), "dp='2' is not a whole number"),
+        (lambda: Strategy(zero=True), "zero=True is not a whole number"),
+        (lambda: Strategy(microbatch=1.0), "microbatch=1.0 is not a whole number"),
+        (lambda: Strategy(sequence_parallel=1), "sequence_parallel=1 is not true or false"),
+        (lambda: Job(global_batch="8"), "job.global_batch='8' is not a whole number"),
+        (lambda: Job(clip_norm="1"), "job.clip_norm='1' is not a number"),
+        (lambda: OptimizerSpec(learning_rate=None), "optimizer.learning_rate=None is not a number"),
+    ],
+)
+def test_nouns_built_in_python_check_types_too(build: Callable[[], object], told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build()
+    assert told in str(error.value)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from meshwright.errors import ConfigError
-from meshwright.spec.checks import require_choice
+from meshwright.spec.checks import require_choice, require_types
 
 __all__ = ["DTYPE_BYTES", "Dtype", "Job", "OptimizerSpec", "Recompute"]
 
@@ -42,6 +42,7 @@ class OptimizerSpec:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
+        require_types(self, "optimizer.")
         require_choice("optimizer.name", self.name, get_args(OptimizerName))
         require_choice("optimizer.schedule", self.schedule, get_args(Decay))
         for name in ("learning_rate", "min_learning_rate", "warmup_steps", "weight_decay", "momentum"):
@@ -91,6 +92,7 @@ class Job:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        require_types(self, "job.")
         for name in ("param_dtype", "compute_dtype", "reduce_dtype"):
             require_choice(f"job.{name}", getattr(self, name), get_args(Dtype))
         require_choice("job.stack", self.stack, get_args(Stack))

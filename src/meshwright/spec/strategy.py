@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from meshwright.errors import ConfigError
-from meshwright.spec.checks import require_choice
+from meshwright.spec.checks import require_choice, require_types
 from meshwright.spec.job import Recompute
 from meshwright.spec.values import show_value
 
@@ -85,6 +85,7 @@ class Strategy:
     reduce: Reduce = "auto"
 
     def __post_init__(self) -> None:
+        require_types(self)
         choices = {"schedule": Schedule, "recompute": Recompute, "gather": Gather, "reduce": Reduce}
         for name, known in choices.items():
             require_choice(name, getattr(self, name), get_args(known))
