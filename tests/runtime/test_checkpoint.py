@@ -164,7 +164,7 @@ def _peak_bytes() -> int:
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
-def test_each_rank_reads_only_its_slices(tmp_path: Path) -> None:
+def test_Q1_each_rank_reads_only_its_slices(tmp_path: Path) -> None:
     rows, columns = 4000, 4096
     small_checkpoint(tmp_path / "c", w=torch.full((rows, columns), 0.25))
     for share, read, growth in run_ranks(4, _read_share, tmp_path / "c", rows, columns):

@@ -46,7 +46,7 @@ def _save_and_die(folder: Path, rank: int, moment: str) -> None:
 
 
 @pytest.mark.parametrize(("rank", "moment"), [(1, "write"), (0, "write"), (0, "rename")])
-def test_a_rank_killed_in_the_middle_of_a_save(tmp_path: Path, rank: int, moment: str) -> None:
+def test_G6_a_rank_killed_in_the_middle_of_a_save(tmp_path: Path, rank: int, moment: str) -> None:
     older = small_checkpoint(tmp_path / "step-000002")
     with pytest.raises(RankError, match=f"rank {rank} of 3 died: SIGKILL"):
         run_ranks(3, _save_and_die, tmp_path / "step-000010", rank, moment)

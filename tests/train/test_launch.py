@@ -186,7 +186,7 @@ def test_resume_of_a_finished_run_says_so(copied: Path) -> None:
     assert "step 6 of train.steps=6" in out
 
 
-def test_resume_on_another_number_of_ranks_skips_a_half_written_checkpoint(copied: Path) -> None:
+def test_G6_resume_on_another_number_of_ranks_skips_a_half_written_checkpoint(copied: Path) -> None:
     half = copied / "run" / "checkpoints" / "step-000007"
     shutil.copytree(copied / "run" / "checkpoints" / "step-000006", half)
     (half / "rank-00001.safetensors").write_bytes(b"cut")
