@@ -55,7 +55,8 @@ def strategies(draw: st.DrawFn) -> Strategy:
     virtual = draw(st.integers(1, 3))
     table: dict[str, Any] = {"schedule": "single", "virtual_stages": 1}
     if pp > 1:
-        flat, deep = ["gpipe", "1f1b", "zb-h1"], ["interleaved-1f1b", "looped-bfs", "zb-v", "dualpipev"]
+        flat, deep = ["gpipe", "1f1b", "zb-h1"], ["interleaved-1f1b", "looped-bfs", "interleaved-zb"]
+        deep += ["zb-v", "dualpipev"] if virtual == 2 else []
         table = {"schedule": draw(st.sampled_from(deep if virtual > 1 else flat)), "virtual_stages": virtual}
     stages = pp * table["virtual_stages"]
     recompute = draw(_POLICIES)
@@ -149,15 +150,18 @@ def clusters(draw: st.DrawFn) -> Cluster:
         devices=st.integers(1, 16),
         device=device,
         host_memory_bytes=st.none() | _SIZES,
+        host_memory_bytes_per_s=st.none() | _POSITIVE,
         inside=st.none() | link,
         host_link=st.none() | link,
         disk=st.none() | link,
+        disk_bytes=st.none() | _SIZES,
     )
     return Cluster(
         name=draw(_TEXT),
         nodes=tuple(draw(st.lists(group, min_size=1, max_size=3))),
         between=draw(st.none() | link),
         memory_fraction=draw(st.floats(0.01, 1)),
+        source=draw(_TEXT),
     )
 
 

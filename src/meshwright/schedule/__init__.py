@@ -1,7 +1,27 @@
 """Schedules as plain data: per rank, a list of actions; one score that `cost/` prices and `runtime/` plays."""
 
-from meshwright.schedule.action import Action, Kind, Schedule, Window, windows
-from meshwright.schedule.single import single_stage
+from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule, Window, windows
+from meshwright.schedule.files import parse_schedule, read_schedule, write_schedule
+from meshwright.schedule.flight import InFlight, in_flight
+from meshwright.schedule.make import SCHEDULES, compute_orders, make_schedule, single_stage, stage_rank
 from meshwright.schedule.validate import validate
 
-__all__ = ["Action", "Kind", "Schedule", "Window", "single_stage", "validate", "windows"]
+__all__ = [
+    "COMPUTE",
+    "SCHEDULES",
+    "Action",
+    "InFlight",
+    "Kind",
+    "Schedule",
+    "Window",
+    "compute_orders",
+    "in_flight",
+    "make_schedule",
+    "parse_schedule",
+    "read_schedule",
+    "single_stage",
+    "stage_rank",
+    "validate",
+    "windows",
+    "write_schedule",
+]

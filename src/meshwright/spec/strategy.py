@@ -15,11 +15,16 @@ __all__ = ["MESH_DIMENSIONS", "Offload", "Strategy"]
 Tier = Literal["device", "host", "disk"]
 Gather = Literal["auto", "none", "unit", "chunk", "step"]
 Reduce = Literal["auto", "microbatch", "window", "end"]
-Schedule = Literal["single", "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v", "dualpipev"]
+Schedule = Literal[
+    "single", "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "interleaved-zb", "zb-v", "dualpipev"
+]
 
 #: Mesh dimensions, outermost (slowest link) first: the default order over ranks.
 MESH_DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _SINGLE_STAGE_SCHEDULES = ("single",)
+_LOOPED_SCHEDULES = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")
+#: Two stages a rank by definition: the pipeline runs down the ranks and up again.
+_V_SCHEDULES = ("zb-v", "dualpipev")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +61,9 @@ class Strategy:
     Degrees (`dp tp pp cp ep`) count ranks along each kind of parallelism; the world size is `dp * tp * pp * cp`
     (experts are laid over ranks of the other dimensions). `shard` is the size of the ZeRO shard group: the ranks over
     which states are sharded; 0 means all of `dp`. `unit_blocks` is how many consecutive blocks ZeRO gathers at once,
-    `prefetch` how many units are gathered ahead. `microbatch` counts sequences. `recompute_blocks` is how many of the
-    first blocks recompute; 0 means all.
+    `prefetch` how many units are gathered ahead. `virtual_stages` is how many stages each pipeline rank holds; it is 2
+    for zb-v and dualpipev. `microbatch` counts sequences. `recompute_blocks` is how many of the first blocks recompute;
+    0 means all.
 
     Raises:
         ConfigError: the combination is illegal, or an option has no effect.
@@ -220,12 +226,21 @@ class Strategy:
             raise ConfigError(
                 f"pp={self.pp} needs a pipeline schedule",
                 why="schedule=single is the schedule of one stage",
-                fix="set schedule to 1f1b (or gpipe, interleaved-1f1b, zb-h1, zb-v, looped-bfs, dualpipev)",
+                fix="set schedule to 1f1b, or another of gpipe, zb-h1, zb-v, dualpipev, "
+                + ", ".join(_LOOPED_SCHEDULES),
             )
-        if self.virtual_stages > 1 and self.schedule not in ("interleaved-1f1b", "looped-bfs", "zb-v", "dualpipev"):
+        if self.schedule in _V_SCHEDULES:
+            _resolve(self, "virtual_stages", 1, 2)
+            if self.virtual_stages != 2:
+                raise ConfigError(
+                    f"virtual_stages={self.virtual_stages} with schedule={self.schedule}",
+                    why=f"{self.schedule} has two stages a rank by definition",
+                    fix=f"leave virtual_stages out, or use schedule={' or '.join(_LOOPED_SCHEDULES)}",
+                )
+        elif self.virtual_stages > 1 and self.schedule not in _LOOPED_SCHEDULES:
             raise ConfigError(
                 f"virtual_stages={self.virtual_stages} has no effect with schedule={self.schedule}",
-                fix="use schedule=interleaved-1f1b or looped-bfs, or leave virtual_stages out",
+                fix=f"use schedule={' or '.join(_LOOPED_SCHEDULES)}, or leave virtual_stages out",
             )
         if self.stages and (len(self.stages) != self.pp * self.virtual_stages or min(self.stages) < 1):
             raise ConfigError(
