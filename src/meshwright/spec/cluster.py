@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright.errors import ConfigError
@@ -13,8 +15,9 @@ __all__ = ["Cluster", "Device", "Link", "NodeGroup"]
 class Device:
     """One device: the place of one rank. On a CPU machine a device is one core with its share of the host memory.
 
-    `kind` is torch's device type. `peak_flops_per_s` maps a dtype to the peak of dense matrix products; what is not
-    known is left out, never guessed.
+    `kind` is torch's device type. `memory_bytes` is what PyTorch sees. `peak_flops_per_s` maps a dtype to the peak of
+    dense matrix products (float32 products with TensorFloat-32 stand under `tf32`, 8-bit ones under `float8`); what is
+    not known is left out, never guessed.
     """
 
     name: str
@@ -29,6 +32,9 @@ class Device:
                 f"device {self.name}: memory_bytes={self.memory_bytes} is not positive",
                 fix="give the memory of one device in bytes",
             )
+        rates = {"memory_bytes_per_s": self.memory_bytes_per_s}
+        rates |= {f"peak_flops_per_s.{dtype}": peak for dtype, peak in self.peak_flops_per_s.items()}
+        _require_positive(f"device {self.name}", rates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +45,7 @@ class Link:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        if self.latency_s < 0 or self.bytes_per_s <= 0:
+        if not (0 <= self.latency_s < math.inf and 0 < self.bytes_per_s < math.inf):
             raise ConfigError(
                 f"link with latency_s={self.latency_s}, bytes_per_s={self.bytes_per_s}",
                 why="a link has a latency of 0 or more and a positive bandwidth",
@@ -49,15 +55,21 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """`count` equal nodes of `devices` devices each, with the host's memory and links where they are known."""
+    """`count` equal nodes of `devices` devices each, with the host's memory and links where they are known.
+
+    `host_memory_bytes`, its bandwidth and the disk are those of the node, shared by its devices; `inside` joins its
+    devices, `host_link` joins each device with the host's memory.
+    """
 
     count: int = 1
     devices: int
     device: Device
     host_memory_bytes: int | None = None
+    host_memory_bytes_per_s: float | None = None
     inside: Link | None = None
     host_link: Link | None = None
     disk: Link | None = None
+    disk_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("count", "devices"):
@@ -65,16 +77,22 @@ class NodeGroup:
                 raise ConfigError(
                     f"nodes.{name}={getattr(self, name)} is not positive", fix=f"set nodes.{name} to 1 or more"
                 )
+        names = ("host_memory_bytes", "host_memory_bytes_per_s", "disk_bytes")
+        _require_positive("nodes", {name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """All nodes, and the link between them. `memory_fraction` is how much of a device's memory a plan may use."""
+    """All nodes, and the link between them. `memory_fraction` is how much of a device's memory a plan may use.
+
+    `source` says where the figures come from.
+    """
 
     name: str
     nodes: tuple[NodeGroup, ...]
     between: Link | None = None
     memory_fraction: float = 0.9
+    source: str = ""
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -98,3 +116,11 @@ class Cluster:
     def usable_bytes(self) -> int:
         """Bytes a plan may use on the smallest device."""
         return int(min(group.device.memory_bytes for group in self.nodes) * self.memory_fraction)
+
+
+def _require_positive(where: str, figures: Mapping[str, float | None]) -> None:
+    for name, figure in figures.items():
+        if figure is not None and not 0 < figure < math.inf:
+            raise ConfigError(
+                f"{where}: {name}={figure} is not a positive number", fix=f"leave {name} out where it is not known"
+            )

@@ -6,10 +6,12 @@ import os
 import platform
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 from meshwright.errors import ConfigError
 from meshwright.spec.cluster import Cluster, Device, NodeGroup
+from meshwright.spec.devices import find_device
 
 __all__ = ["this_machine"]
 
@@ -25,13 +27,27 @@ def this_machine() -> Cluster:
     memory = _host_memory_bytes()
     gpus = _nvidia_gpus()
     if gpus:
-        name, memory_bytes = min(gpus, key=lambda gpu: gpu[1])
-        device = Device(name=name, kind="cuda", memory_bytes=memory_bytes)
-        count = len(gpus)
-    else:
-        count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        device = Device(name=f"{platform.machine()} core", kind="cpu", memory_bytes=memory // count)
+        return Cluster(name="this machine", nodes=(_gpu_node(gpus, memory),))
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    device = Device(name=f"{platform.machine()} core", kind="cpu", memory_bytes=memory // count)
     return Cluster(name="this machine", nodes=(NodeGroup(devices=count, device=device, host_memory_bytes=memory),))
+
+
+def _gpu_node(gpus: list[tuple[str, int]], host_memory_bytes: int) -> NodeGroup:
+    """What the driver tells; for a GPU of the catalogue also its peaks, bandwidths and links."""
+    name, memory_bytes = min(gpus, key=lambda gpu: gpu[1])
+    plain = NodeGroup(
+        devices=len(gpus),
+        device=Device(name=name, kind="cuda", memory_bytes=memory_bytes),
+        host_memory_bytes=host_memory_bytes,
+    )
+    try:
+        usual = find_device(name).nodes(len(gpus))
+    except ConfigError:
+        return plain
+    visible = min(memory_bytes, usual.device.memory_bytes)
+    device = replace(usual.device, name=name, memory_bytes=visible)
+    return replace(plain, device=device, inside=usual.inside, host_link=usual.host_link)
 
 
 def _host_memory_bytes() -> int:

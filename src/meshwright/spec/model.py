@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
@@ -48,7 +49,9 @@ class BlockSpec:
     out: as much as without recompute). `fixed_bytes` is kept once per microbatch, whatever its number of sequences.
     `output_bytes` is what leaves the block. `backward_extra_bytes` is the largest amount alive at a block boundary of
     the backward pass besides what was saved (the gradient that enters the block; for the head the gradient of the
-    logits).
+    logits). `waiting_bytes` is what waits between the two halves of a split backward: the inputs of matrix products with
+    weights and the gradients of their outputs, each storage once. `weight_bytes` is the part of `moved_bytes` that reads
+    parameters: it does not grow with the number of sequences. `buffer_bytes` are buffers, such as rotary frequencies.
     """
 
     name: str
@@ -69,6 +72,7 @@ class BlockSpec:
     causal_flops: int = 0
     backward_flops: int = -1
     weight_bytes: int = 0
+    waiting_bytes: int = 0
     collectives: tuple[BlockCollective, ...] = ()
 
     def __post_init__(self) -> None:
@@ -83,17 +87,40 @@ class BlockSpec:
                 fix="list the shape of every parameter that the block owns",
             )
 
-    def share(self, group: int) -> int:
+    def share(self, group: int, *, expert_group: int = 0, trained: bool = False) -> int:
         """Elements of this block that each rank of a shard group stores, padding included.
 
         Each tensor is cut on dim 0 into `group` equal pieces, the last ones padded (`torch.chunk`, as `fully_shard`).
+
+        Args:
+            group: ranks over which a tensor is cut.
+            expert_group: ranks over which each tensor of `experts` is cut; 0 means as many.
+            trained: leave out frozen tensors.
         """
-        return _share(self.tensors or ((self.parameters,),), group)
+        tensors = self.tensors or ((self.parameters,),)
+        return _share(tensors, self.experts, self.frozen if trained else (), group, expert_group or group)
+
+    @property
+    def trained_parameters(self) -> int:
+        """Parameters of this block that get a gradient."""
+        return self.parameters - sum(math.prod(shape) for shape in self.frozen)
 
 
 @lru_cache(maxsize=4096)  # a model repeats its layers, a search repeats its groups
-def _share(tensors: tuple[tuple[int, ...], ...], group: int) -> int:
-    return sum(-(-shape[0] // group) * math.prod(shape[1:]) for shape in tensors)
+def _share(
+    tensors: tuple[tuple[int, ...], ...],
+    experts: tuple[tuple[int, ...], ...],
+    left_out: tuple[tuple[int, ...], ...],
+    group: int,
+    expert_group: int,
+) -> int:
+    plain, laid, without = Counter(tensors), Counter(experts), Counter(left_out)
+    plain -= laid + (without - laid)
+    laid -= without
+    cuts = ((plain, group), (laid, expert_group))
+    return sum(
+        count * -(-shape[0] // ranks) * math.prod(shape[1:]) for held, ranks in cuts for shape, count in held.items()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,117 @@
+"""A model described before a layout is fixed: functions that compose its blocks on a tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from meshwright.errors import ConfigError, UnsupportedCombination
+from meshwright.spec.families.attention import Heads
+from meshwright.spec.families.block import block_of
+from meshwright.spec.families.record import Value
+from meshwright.spec.families.tape import Tape
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import BlockSpec, ModelSpec
+
+__all__ = ["DecoderModel", "Described"]
+
+_LABEL_BYTES = 8
+
+
+class Described(Protocol):
+    """A model whose figures are known for any layout."""
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+
+    def at(self, layout: Layout) -> ModelSpec:
+        """The model as one rank sees it.
+
+        Raises:
+            UnsupportedCombination: tp, cp or ep cannot divide it.
+            ConfigError: the sequence is too long for it.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderModel:
+    """A decoder: an embedding, layers, a head. Satisfies `Described`.
+
+    `layers` names the kind of each layer; layers of one kind cost the same. `embedding`, `layer` and `head` record the
+    blocks on a tape and hand back what leaves them. `divided` names the widths that tp has to divide, besides heads.
+    `longest` is the number of positions the model has, 0 where it is not limited. `predicts` is the vocabulary over
+    which the loss is taken, 0 where the model has none. `experts` is the number of experts, 0 for a dense model.
+    """
+
+    name: str
+    hidden: int
+    heads: Heads
+    layers: tuple[str, ...]
+    embedding: Callable[[Tape], Value]
+    layer: Callable[[Tape, Value, str], Value]
+    head: Callable[[Tape, Value], Value]
+    predicts: int
+    divided: tuple[tuple[str, int], ...] = ()
+    longest: int = 0
+    experts: int = 0
+    source: str = ""
+
+    def at(self, layout: Layout) -> ModelSpec:
+        """The model as one rank sees it under a layout.
+
+        Raises:
+            UnsupportedCombination: tp, cp or ep cannot divide it.
+            ConfigError: the sequence is longer than the model's positions.
+        """
+        self._check(layout)
+        first, last = Tape(layout), Tape(layout)
+        embedding = block_of("embed_tokens", "embedding", first, self.embedding(first))
+        kinds = {kind: self._layer(layout, kind) for kind in dict.fromkeys(self.layers)}
+        head = block_of("lm_head", "head", last, self.head(last, last.input(self.hidden)))
+        vocabulary = -(-self.predicts // layout.tp)
+        label = _LABEL_BYTES if self.predicts else 0
+        return ModelSpec(
+            name=self.name,
+            layout=layout,
+            blocks=(
+                embedding,
+                *(replace(kinds[kind], name=f"layers.{index}") for index, kind in enumerate(self.layers)),
+                head,
+            ),
+            loss_bytes=layout.tokens * (vocabulary * last.wide_bytes + label),
+            source=self.source,
+        )
+
+    def _layer(self, layout: Layout, kind: str) -> BlockSpec:
+        tape = Tape(layout)
+        entrance = tape.input(self.hidden)
+        return block_of(kind, "layer", tape, self.layer(tape, entrance, kind), entrance)
+
+    def _check(self, layout: Layout) -> None:
+        if self.longest and layout.sequence > self.longest:
+            raise ConfigError(
+                f"sequences of {layout.sequence} tokens are longer than the {self.longest} positions of {self.name}",
+                why="positions beyond it do not exist in the model",
+                fix=f"set job.sequence to {self.longest} or less, or give the model more positions",
+            )
+        if layout.ep > 1 and not self.experts:
+            raise UnsupportedCombination(
+                f"ep={layout.ep}, but {self.name} has no experts",
+                why="expert parallelism lays experts over ranks",
+                fix="set ep=1",
+            )
+        tp = layout.tp
+        if not self._divides(tp):
+            legal = ", ".join(str(t) for t in range(1, self.heads.heads + 1) if self._divides(t))
+            widths = "".join(f", {name} {size}" for name, size in self.divided)
+            raise UnsupportedCombination(
+                f"tp={tp} does not divide {self.name}",
+                why=f"every rank takes an equal part of {self.heads.heads} heads "
+                f"({self.heads.groups} key/value heads, whole or replicated){widths}",
+                fix=f"set tp to one of {legal}",
+            )
+
+    def _divides(self, tp: int) -> bool:
+        return self.heads.divides(tp) and all(size % tp == 0 for _, size in self.divided)

@@ -1,0 +1,273 @@
+"""Tape: what a model family composes its blocks of. No torch.
+
+A method stands for a part of a decoder and records the operations that execute it on one rank. Under `stack="eager"`
+they are PyTorch's own, one by one, as Hugging Face's classes call them; under `compiled` and `fused` each part is one
+kernel that keeps its inputs and what of a row its backward needs (the counts of Korthikanti et al., arXiv 2205.05198).
+
+Tensor parallelism (Shoeybi et al., arXiv 1909.08053): a `column` product divides its outputs, a `row` product its
+inputs. The residual stream between them is whole on every rank, or cut along the sequence under sequence parallelism;
+entering and leaving it is recorded as collectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshwright.errors import ConfigError
+from meshwright.spec.families.record import Parameter, Record, Value
+from meshwright.spec.model import BlockCollective
+
+__all__ = ["ACTIVATIONS", "Tape"]
+
+_ID_BYTES = 8  # token ids, labels and positions are int64
+_STATISTIC_BYTES = 4
+
+#: Activation functions by Hugging Face's names, and how PyTorch executes each.
+ACTIVATIONS = {
+    "silu": "input",
+    "swish": "input",
+    "gelu": "input",
+    "bloom_gelu": "bloom_gelu",
+    "gelu_pytorch_tanh": "input",
+    "gelu_new": "gelu_new",
+    "relu": "output",
+    "relu2": "relu2",
+    "quick_gelu": "quick_gelu",
+}
+
+
+@dataclass
+class Tape(Record):
+    """The operations of one block under a layout."""
+
+    _entered: dict[Value, Value] = field(default_factory=dict)
+
+    def input(self, width: int) -> Value:
+        """The residual stream that enters the block: rows x `width`."""
+        return self.new(self.rows, width)
+
+    # --- tokens -------------------------------------------------------------------------------------------------------
+
+    def embed(self, vocabulary: int, width: int) -> Value:
+        """Rows of a vocabulary x width matrix, looked up by token ids, which are kept.
+
+        Under tensor parallelism the vocabulary is padded to a multiple of tp and cut; partial rows are summed.
+        """
+        tokens = self.layout.tokens
+        self.parameter(-(-vocabulary // self.layout.tp), width)
+        ids = self.new(tokens, 1, _ID_BYTES, grad=False)
+        out = self.new(tokens, width)
+        self.apply("embedding", [ids, out], [out], saves=[ids])  # a lookup reads the rows it writes
+        return self._leave(out)
+
+    def embed_positions(self, positions: int, width: int, *, each_sequence: bool = False) -> Value:
+        """Learned positions of this rank's tokens; `each_sequence`: looked up anew for each of a microbatch."""
+        self.parameter(positions, width)
+        make = self.new if each_sequence else self.fixed
+        ids = make(self.rows, 1, _ID_BYTES)
+        out = self.new(self.rows, width)
+        return self.apply("embedding", [ids, out], [out], saves=[ids])
+
+    def rotary_tables(self, channels: int) -> None:
+        """Cosines and sines of the positions, made in float32 and kept once per microbatch for all layers."""
+        tokens, c = self.layout.tokens, self.compute_bytes
+        self.buffer_bytes += channels // 2 * 4
+        positions, frequencies = self.foreign(tokens, 1, 4), self.foreign(1, channels // 2, 4)
+        half, whole = self.foreign(tokens, channels // 2, 4), self.foreign(tokens, channels, 4)
+        self.apply("arange", [], [positions])
+        self.apply("multiply", [positions, frequencies], [half])
+        self.apply("cat", [half, half], [whole])
+        for name in ("cos", "sin"):
+            self.apply(name, [whole], [whole])
+            if c != 4:
+                self.apply("cast", [whole], [self.foreign(tokens, channels)])
+            self.fixed(tokens, channels)
+
+    # --- products -----------------------------------------------------------------------------------------------------
+
+    def linear(
+        self,
+        x: Value,
+        outputs: int,
+        *,
+        bias: bool = False,
+        parallel: Literal["column", "row"] | None = None,
+        local: int = 0,
+        tied: bool = False,
+        transposed: bool = False,
+        what: str = "a matrix's outputs",
+    ) -> Value:
+        """x times a matrix of `outputs` rows. Kept: x.
+
+        `column` divides the outputs by tp (`local` is this rank's number where it is not an equal share), `row` takes
+        an x that is divided already and sums the partial results; without `parallel` every rank holds all of it.
+        `transposed`: the weight is stored as inputs x outputs.
+
+        Raises:
+            UnsupportedCombination: tp does not divide `outputs`, named `what`.
+        """
+        source = x
+        if parallel == "column":
+            outputs = local or self.share(outputs, what)
+            x = self.enter(x)
+        if not self.sequence_parallel or self.layout.stack != "fused" or parallel != "column":
+            source = x  # fused kernels gather the sequence again in backward instead of keeping it whole
+        shape = (x.width, outputs) if transposed else (outputs, x.width)
+        weight = (self.borrowed if tied else self.parameter)(*shape)
+        reads: list[Value | Parameter] = [x, weight]
+        if bias:
+            reads.append(self.parameter(outputs))
+        flops = 2 * x.rows * x.width * outputs
+        scattered = parallel == "row" and self.sequence_parallel
+        out = self.new(x.rows, outputs)
+        self.apply("linear", reads, [out], saves=[source], product=not scattered, flops=flops, backward_flops=2 * flops)
+        return self._leave(out) if parallel == "row" else out
+
+    def matmul(self, x: Value, y: Value, out: Value, *, inner: int, skipped: int = 0) -> Value:
+        """A product of two activations over `inner` channels; both are kept. `skipped`: flops of masked pairs."""
+        flops = 2 * out.elements * inner
+        return self.apply(
+            "matmul",
+            [x, y],
+            [out],
+            saves=[x, y],
+            product=True,
+            flops=flops,
+            backward_flops=2 * flops,
+            causal_flops=skipped,
+        )
+
+    def split(self, x: Value, *widths: int) -> tuple[Value, ...]:
+        """Parts of x along its channels, as views of the same memory."""
+        return tuple(x.view(x.rows, width) for width in widths)
+
+    def enter(self, x: Value) -> Value:
+        """The stream as a column product needs it: all tokens. Once per value, however many products take it."""
+        if self.layout.tp == 1:
+            return x
+        if x in self._entered:
+            return self._entered[x]
+        whole = x
+        if self.sequence_parallel:
+            whole = self.new(x.rows * self.layout.tp, x.width)
+            self.apply("all_gather", [x], [whole])
+            again = 1 if self.layout.stack == "fused" else 0
+            self.collective("all_gather", "tp", whole.bytes, forward=1, backward=again)
+            self.collective("reduce_scatter", "tp", whole.bytes, forward=0, backward=1)
+        else:
+            self.collective("all_reduce", "tp", x.bytes, forward=0, backward=1)
+        self._entered[x] = whole
+        return whole
+
+    def _leave(self, out: Value) -> Value:
+        """The sum of partial results over tp, back in the residual stream."""
+        if self.layout.tp == 1:
+            return out
+        if not self.sequence_parallel:
+            self.collective("all_reduce", "tp", out.bytes, forward=1, backward=0)
+            return out
+        self.collective("reduce_scatter", "tp", out.bytes, forward=1, backward=0)
+        self.collective("all_gather", "tp", out.bytes, forward=0, backward=1)
+        part = self.new(out.rows // self.layout.tp, out.width)
+        return self.apply("reduce_scatter", [out], [part], product=True)
+
+    def collective(
+        self,
+        kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"],
+        dimension: Literal["tp", "cp", "ep"],
+        message_bytes: int,
+        *,
+        forward: int,
+        backward: int,
+    ) -> None:
+        """Note a collective of the block, `forward` and `backward` times per microbatch."""
+        self.collectives.append(
+            BlockCollective(
+                kind=kind, dimension=dimension, message_bytes=message_bytes, forward=forward, backward=backward
+            )
+        )
+
+    # --- norms and elementwise functions ------------------------------------------------------------------------------
+
+    def rms_norm(self, x: Value, *, offset: bool = False) -> Value:
+        """RMSNorm over the width (Zhang and Sennrich 2019), computed in float32 or wider.
+
+        `offset`: Gemma's, whose weight is 1 + w and multiplies before the result is cast back.
+        """
+        weight = self.parameter(x.width)
+        c = x.itemsize
+        if not self.eager:
+            root = self.new(x.rows, 1, _STATISTIC_BYTES)
+            return self.apply("rms_norm", [x, weight], [self.new(x.rows, x.width, c), root], saves=[x, root])
+        wide = self.cast(x, max(c, self.wide_bytes))
+        square = self.unary("pow", wide, saves="input")
+        mean = self.apply("mean", [square], [self.new(x.rows, 1, wide.itemsize)])
+        root = self.unary("rsqrt", self.scale(mean, "add"), saves="output")
+        normed = self.multiply(wide, root)
+        if offset:
+            return self.cast(self.multiply(normed, weight), c)
+        return self.multiply(self.cast(normed, c), weight)
+
+    def layer_norm(self, x: Value, *, affine: bool = True, bias: bool = True) -> Value:
+        """LayerNorm over the width. Kept: x, and mean and reciprocal deviation of each row."""
+        weights = [self.parameter(x.width) for kept in (affine, affine and bias) if kept]
+        mean, deviation = (self.new(x.rows, 1, _STATISTIC_BYTES) for _ in range(2))
+        out = self.new(x.rows, x.width, x.itemsize)
+        return self.apply("layer_norm", [x, *weights], [out, mean, deviation], saves=[x, mean, deviation])
+
+    def act(self, x: Value, name: str) -> Value:
+        """An activation function.
+
+        Raises:
+            ConfigError: it is not one of ACTIVATIONS.
+        """
+        if name not in ACTIVATIONS:
+            raise ConfigError(
+                f"activation function {name!r} is not known",
+                why=f"known are {', '.join(ACTIVATIONS)}",
+                fix="trace the model instead of reading its config.json",
+            )
+        how = ACTIVATIONS[name]
+        if how in ("input", "output") or not self.eager:
+            return self.unary(name, x, saves="output" if how == "output" else "input")
+        if how == "bloom_gelu":  # nine operations, of which three take two tensors; the class keeps x alone
+            return self.apply(name, [x] * 20, [self.new(x.rows, x.width, x.itemsize)], saves=[x])
+        if how == "relu2":
+            return self.unary("square", self.unary("relu", x, saves="output"), saves="input")
+        if how == "quick_gelu":
+            return self.multiply(x, self.unary("sigmoid", self.scale(x), saves="output"))
+        cubed = self.scale(self.unary("pow", x, saves="input"))
+        tangent = self.unary("tanh", self.scale(self.add(x, cubed)), saves="output")
+        return self.multiply(self.scale(x), self.scale(tangent, "add"))
+
+    def gated(self, gate: Value, up: Value, name: str) -> Value:
+        """act(gate) * up, such as SwiGLU (Shazeer 2020)."""
+        if self.eager:
+            return self.multiply(self.act(gate, name), up)
+        out = self.new(gate.rows, gate.width, gate.itemsize)
+        return self.apply("gated", [gate, up], [out], saves=[gate, up])
+
+    def softcap(self, x: Value) -> Value:
+        """cap * tanh(x / cap). Kept: the result of tanh."""
+        if not self.eager:
+            return self.unary("softcap", x, saves="output")
+        return self.scale(self.unary("tanh", self.scale(x, "divide"), saves="output"))
+
+    def rotate(self, x: Value, heads: int, channels: int, *, joined: bool = False) -> Value:
+        """Rotary embedding (Su et al. 2021) of the first `channels` of each head, with tables that another block holds.
+
+        `joined`: the class joins rotated and other channels even where it rotates all of them.
+        """
+        tables = [self.foreign(self.layout.tokens, channels) for _ in range(2)]
+        part = x.view(x.rows, heads * channels)
+        if not self.eager:
+            return self.apply("rotate", [x, *tables], [self.new(x.rows, x.width)], saves=tables)
+        straight = self.multiply(part, tables[0])
+        negative = self.unary("neg", part.view(part.rows, part.width // 2))
+        turned = self.apply("cat", [negative, part.view(part.rows, part.width // 2)], [self.new(part.rows, part.width)])
+        out = self.add(straight, self.multiply(turned, tables[1]))
+        if part.width == x.width and not joined:
+            return out
+        rest = x.view(x.rows, x.width - part.width)
+        return self.apply("cat", [out, rest], [self.new(x.rows, x.width)])
