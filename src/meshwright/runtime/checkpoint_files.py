@@ -133,7 +133,9 @@ def _read(folder: Path) -> dict[str, Any]:
     try:
         data = json.loads((folder / MANIFEST).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        why = "no manifest" if folder.is_dir() else "there is no such folder"
+        if folder.is_dir():
+            raise CheckpointError(what, why="no manifest", fix=fix) from None
+        what, why, fix = f"no checkpoint at {folder}", "there is no such folder", "give the folder of a checkpoint"
         raise CheckpointError(what, why=why, fix=fix) from None
     except OSError as error:
         raise CheckpointError(what, why=f"the manifest cannot be read: {error.strerror}", fix=fix) from error

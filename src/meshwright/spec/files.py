@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 import types
 from dataclasses import fields, is_dataclass
@@ -50,7 +51,7 @@ def from_table(cls: type[T], table: Any, where: str) -> T:
     try:
         return msgspec.convert(table, type=cls, strict=True)
     except msgspec.ValidationError as error:
-        raise _plain(error, table, where) from error
+        raise _plain(error, cls, table, where) from error
 
 
 def read_noun(cls: type[T], path: str | Path) -> T:
@@ -115,10 +116,12 @@ def _check_keys(cls: Any, table: Table, where: str) -> None:
         place = f"{where}.{key}" if where else key
         if key not in known:
             near = difflib.get_close_matches(key, sorted(known), n=1)
+            deeper = [f"{name}.{key}" for name in sorted(known) for c in _dataclasses_in(hints[name]) if _has(c, key)]
+            meant = near[0] if near else deeper[0] if deeper else ""
             raise ConfigError(
                 f"unknown key {place}",
                 why=f"{where or 'the file'} has the keys {', '.join(sorted(known))}",
-                fix=f"did you mean {near[0]}?" if near else "remove the key",
+                fix=f"did you mean {meant}?" if meant else "remove the key",
             )
         for nested in _dataclasses_in(hints[key]):
             if isinstance(value, dict):
@@ -137,7 +140,23 @@ def _dataclasses_in(hint: Any) -> list[Any]:
     return []
 
 
-def _plain(error: msgspec.ValidationError, table: Table, where: str) -> ConfigError:
+def _has(cls: Any, key: str) -> bool:
+    return any(entry.name == key for entry in fields(cls))
+
+
+def _choices(cls: Any, path: str) -> tuple[str, ...]:
+    """The words that a field may hold, by its dotted path; empty where it is no choice of words."""
+    hint = cls
+    for part in path.split("."):
+        nested = [found for found in _dataclasses_in(hint) if _has(found, part)]
+        if not nested:
+            return ()
+        hint = get_type_hints(nested[0])[part]
+    words = get_args(get_args(hint)[0]) if get_origin(hint) is tuple else get_args(hint)
+    return words if words and all(isinstance(word, str) for word in words) else ()
+
+
+def _plain(error: msgspec.ValidationError, cls: Any, table: Table, where: str) -> ConfigError:
     """msgspec's text, for example "Expected `int`, got `str` - at `$.dp`", in this project's form."""
     what, _, at = str(error).partition(" - at `$")
     path = f"{where}{at.rstrip('`')}".lstrip(".") or "the file"
@@ -148,6 +167,11 @@ def _plain(error: msgspec.ValidationError, table: Table, where: str) -> ConfigEr
         elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
             value = value[int(part)]
     shown = "" if value is table else f"={value!r}"
+    words = _choices(cls, re.sub(r"\[.*?\]", "", at.rstrip("`").lstrip(".")))
+    if words and isinstance(value, str):
+        near = difflib.get_close_matches(value, words, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"write for example {words[0]}"
+        return ConfigError(f"{path}={value} is not known", why=f"it is one of {', '.join(words)}", fix=fix)
     return ConfigError(f"{path}{shown} is not right", why=what.replace("`", ""), fix=f"correct {path}")
 
 

@@ -73,6 +73,12 @@ def parse_assignments(words: Iterable[str], *, option: str, bounds: bool = False
                     fix=f"write for example {option} zero=3",
                 )
             key, operator, value = match[1], match[2], parse_value(match[3])
+            if isinstance(value, list) and any(isinstance(item, str) and _WORD.match(item) for item in value):
+                raise ConfigError(
+                    f"{option} {word!r} holds several assignments",
+                    why="commas separate the items of a list",
+                    fix=f"separate them with blanks: {option} '{word.replace(',', ' ')}'",
+                )
             if operator != "=" and not bounds:
                 raise ConfigError(f"{option} {word!r}: only key=value is possible here", fix="use = instead")
             if operator != "=" and (isinstance(value, bool) or not isinstance(value, (int, float))):

@@ -126,6 +126,12 @@ def _as_it_is(path: Path, nodes: Nodes) -> Plan:
     try:
         plan = read_noun(Plan, path)
     except ConfigError as error:
+        if error.what.removeprefix("unknown key ") in ("data", "train", "pins"):
+            raise ConfigError(
+                f"{path} is a job file, not a plan",
+                why=f"it has a [{error.what.removeprefix('unknown key ')}] table",
+                fix=f"give it without --plan: meshwright train {path}",
+            ) from error
         what = error.what if str(path) in error.what else f"plan {path}: {error.what}"
         raise ConfigError(what, why=error.why, fix=error.fix) from error
     require_executable(plan.strategy, plan.job)

@@ -47,6 +47,12 @@ def find_checkpoint(place: Path) -> tuple[Path, list[tuple[Path, str]]]:
                 why="; ".join(f"{path.name}: {why}" for path, why in skipped),
                 fix="start a new run, or give another checkpoint",
             )
+    if (place / "plan.toml").exists():
+        raise CheckpointError(
+            f"the run in {place} has no checkpoint",
+            why="it ended before its first (train.checkpoint_every steps)",
+            fix="start it again, with a smaller train.checkpoint_every",
+        )
     raise CheckpointError(f"{place} is not a checkpoint", why=reason, fix="give a run folder, or a checkpoint in it")
 
 
