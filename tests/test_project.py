@@ -131,6 +131,7 @@ BREACHES = {
     "runtime uses the planner": ("floors", "runtime/breach.py", "import meshwright.planner"),
     "runtime uses the models": ("floors", "runtime/breach.py", "import meshwright.models"),
     "runtime uses the prices": ("executed-not-priced", "runtime/breach.py", "import meshwright.cost"),
+    "a trace uses the planner": ("measured-not-planned", "measure/breach.py", "import meshwright.planner"),
     "report uses the runtime": ("report-without-runtime", "report/breach.py", "import meshwright.runtime"),
     "models use the nouns": ("models-stand-alone", "models/breach.py", "import meshwright.spec"),
     "spec uses the package's face": ("floors", "spec/breach.py", "from meshwright import Plan"),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RankFailure,
         UnsupportedCombination,
     )
+    from meshwright.measure import describe_module, trace
     from meshwright.runtime import Engine, MeanLoss, StepReport
     from meshwright.spec import Cluster, Job, ModelSpec, OptimizerSpec, Plan, Strategy
 
@@ -43,7 +44,9 @@ __all__ = [
     "Strategy",
     "UnsupportedCombination",
     "__version__",
+    "describe_module",
     "plan",
+    "trace",
 ]
 
 _HOME = {
@@ -64,7 +67,9 @@ _HOME = {
     "StepReport": "meshwright.runtime",
     "Strategy": "meshwright.spec",
     "UnsupportedCombination": "meshwright.errors",
+    "describe_module": "meshwright.measure",
     "plan": "meshwright.api",
+    "trace": "meshwright.measure",
 }
 
 

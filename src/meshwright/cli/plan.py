@@ -25,7 +25,9 @@ def plan(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the job file (job.sequence=512)."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="PLAN.toml", help="Write the plan to this file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="PLAN.toml", help="Write the plan to this file.")
+    ] = None,
 ) -> None:
     """Plan for this machine (or the job's cluster) and say why."""
     from rich.console import Console

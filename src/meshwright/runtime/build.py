@@ -17,13 +17,11 @@ from meshwright.runtime.recompute import apply_recompute
 from meshwright.runtime.replicas import Replicas
 from meshwright.runtime.seeds import DropoutStreams, preserved_random_state, seed_for
 from meshwright.runtime.shards import Shards
-from meshwright.runtime.units import find_blocks, make_units
+from meshwright.runtime.units import choose_blocks, make_units
 from meshwright.runtime.zero import Zero
 from meshwright.spec import Job, Strategy
 
 __all__ = ["Built", "build"]
-
-Blocks = Sequence[tuple[str, nn.Module]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def build(
     _refuse_batch_statistics(module, strategy)
     share_values(module, device)
     store_parameters_as(module, stored)
-    blocks = _blocks(module, block_names)
+    blocks = choose_blocks(module, block_names)
     units = make_units(module, unit_blocks=strategy.unit_blocks, blocks=blocks)
     dropout = DropoutStreams(job.seed, blocks)
     apply_recompute(blocks, strategy)
@@ -97,27 +95,6 @@ def _module(model: nn.Module | Callable[[], nn.Module], seed: int, device: torch
     if not isinstance(built, nn.Module):
         raise ConfigError(f"the model builder returned a {type(built).__name__}", fix="return an nn.Module from it")
     return built
-
-
-def _blocks(model: nn.Module, names: Sequence[str] | None) -> Blocks:
-    if names is None:
-        return find_blocks(model)
-    modules = dict(model.named_modules())
-    unknown = [name for name in names if name not in modules]
-    if unknown:
-        raise ConfigError(
-            f"blocks={', '.join(unknown)}: no such modules in the model",
-            why=f"the model has {', '.join(list(modules)[1:8])}, ...",
-            fix="name modules as model.named_modules() does",
-        )
-    for name in names:
-        if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
-            raise ConfigError(
-                f"blocks={name} is a {type(modules[name]).__name__}, not a block",
-                why="a block is a module whose forward is called",
-                fix=f"name its children: {name}.0, {name}.1, ...",
-            )
-    return [(name, modules[name]) for name in names]
 
 
 def _refuse_batch_statistics(model: nn.Module, strategy: Strategy) -> None:

@@ -27,14 +27,14 @@ class MeanLoss:
     """
 
     def __init__(self, mean: Callable[[Any, Any], torch.Tensor], *, weight: Callable[[Any], Any]) -> None:
-        self._mean = mean
+        self.mean = mean
         self._weight = weight
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         weight = torch.as_tensor(self._weight(targets), dtype=torch.float64)
         if weight.numel() == 1 and weight == 0:
             return _nothing(outputs), weight
-        mean = self._mean(outputs, targets)
+        mean = self.mean(outputs, targets)
         return mean * weight.to(mean.device, mean.dtype), weight
 
 

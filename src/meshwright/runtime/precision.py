@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.runtime.tensors import map_tensors
 from meshwright.runtime.units import Owner, Unit
@@ -14,8 +15,12 @@ from meshwright.runtime.units import Owner, Unit
 __all__ = ["ComputeCopies", "cast_inputs"]
 
 
-def cast_inputs(modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
-    """Cast the floating-point inputs of these modules to the compute dtype before each forward."""
+def cast_inputs(modules: Sequence[nn.Module], dtype: torch.dtype) -> list[RemovableHandle]:
+    """Cast the floating-point inputs of these modules to the compute dtype before each forward.
+
+    Returns:
+        Handles that take the casts away again.
+    """
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -23,8 +28,7 @@ def cast_inputs(modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return map_tensors(cast, args), map_tensors(cast, kwargs)
 
-    for module in modules:
-        module.register_forward_pre_hook(before, with_kwargs=True)
+    return [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
 
 
 class ComputeCopies:

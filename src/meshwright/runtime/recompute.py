@@ -23,6 +23,7 @@ KEPT_BY_SELECTIVE = frozenset(
         _ATEN.addmm.default,
         _ATEN.bmm.default,
         _ATEN.baddbmm.default,
+        _ATEN._grouped_mm.default,
         _ATEN._scaled_dot_product_flash_attention.default,
         _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
         _ATEN._scaled_dot_product_efficient_attention.default,

@@ -9,7 +9,9 @@ from torch import nn
 
 from meshwright.errors import ConfigError
 
-__all__ = ["Owner", "Unit", "find_blocks", "make_units", "owners"]
+__all__ = ["Blocks", "Owner", "Unit", "choose_blocks", "find_blocks", "make_units", "owners"]
+
+Blocks = Sequence[tuple[str, nn.Module]]
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,32 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     walk("", model)
     return blocks
+
+
+def choose_blocks(model: nn.Module, names: Sequence[str] | None) -> Blocks:
+    """The blocks that are named, as `model.named_modules()` names them, or those that are found.
+
+    Raises:
+        ConfigError: there is no such module, or it is a container whose forward is never called.
+    """
+    if names is None:
+        return find_blocks(model)
+    modules = dict(model.named_modules())
+    unknown = [name for name in names if name not in modules]
+    if unknown:
+        raise ConfigError(
+            f"blocks={', '.join(unknown)}: no such modules in the model",
+            why=f"the model has {', '.join(list(modules)[1:8])}, ...",
+            fix="name modules as model.named_modules() does",
+        )
+    for name in names:
+        if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
+            raise ConfigError(
+                f"blocks={name} is a {type(modules[name]).__name__}, not a block",
+                why="a block is a module whose forward is called",
+                fix=f"name its children: {name}.0, {name}.1, ...",
+            )
+    return [(name, modules[name]) for name in names]
 
 
 def make_units(
