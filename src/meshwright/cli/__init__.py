@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from meshwright._version import __version__
+from meshwright.cli.estimate import estimate
 from meshwright.cli.generate import generate
 from meshwright.cli.plan import plan
 from meshwright.cli.train import train
@@ -45,6 +46,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
+app.command()(estimate)
 app.command()(generate)
 
 

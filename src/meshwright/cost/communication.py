@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 
-from meshwright.cost.memory import StepMemory
-from meshwright.schedule import single_stage
+from meshwright.cost.memory import RankMemory, StepMemory
+from meshwright.schedule import make_schedule
 from meshwright.spec import DTYPE_BYTES, Job, ModelSpec, Strategy
 
 __all__ = ["count_collectives"]
@@ -16,43 +16,101 @@ _STATISTICS = "statistics"
 _STATISTICS_VALUES = 3
 _STATISTICS_VALUE_BYTES = 8
 
+Counts = tuple[Counter[str], Counter[str]]
+
 
 def count_collectives(
     model: ModelSpec, job: Job, strategy: Strategy, memory: StepMemory
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Counts and bytes of one step's collectives by kind; kinds that do not occur are left out.
+    """Counts and bytes of one step's collectives by kind, on the pipeline rank that needs most memory.
 
     Bytes are those of the whole, unsharded message, padding included: a gather of a unit moves it in the compute dtype,
-    a reduce in the reduce dtype. The all-reduces of hybrid sharding move this rank's share of each unit.
+    a reduce in the reduce dtype. The all-reduces of hybrid sharding move this rank's share of each unit. Kinds that do
+    not occur are left out.
 
     Returns:
-        Two mappings from `all_gather`, `reduce_scatter`, `all_reduce`, `statistics`: the counts, and the bytes.
+        Two mappings, the counts and the bytes, from `all_gather`, `reduce_scatter`, `all_reduce`, `statistics`; under
+        pipelining `send` and `receive`; and those of model parallelism by dimension and kind, such as `tp_all_reduce`.
     """
-    held = [(whole, share) for whole, share in zip(memory.wholes, memory.shares, strict=True) if whole]
-    gathers, reduces = _per_unit(
-        strategy.zero, memory.sharded, strategy.dp > 1, strategy.microbatches(job.global_batch), len(held)
-    )
-    reduce_kind = "reduce_scatter" if memory.sharded else "all_reduce"
-    counts = Counter({"all_gather": sum(gathers), reduce_kind: sum(reduces)})
-    compute, reduced = DTYPE_BYTES[job.compute_dtype], DTYPE_BYTES[job.reduce_dtype]
-    volume = Counter({"all_gather": compute * sum(n * whole for n, (whole, _) in zip(gathers, held, strict=True))})
-    volume[reduce_kind] += reduced * sum(n * whole for n, (whole, _) in zip(reduces, held, strict=True))
-    if memory.sharded and strategy.replicas > 1:
-        counts["all_reduce"] += len(held)
-        volume["all_reduce"] += reduced * sum(share for _, share in held)
-    if strategy.dp > 1:
+    index = max(range(len(memory.ranks)), key=lambda rank: memory.ranks[rank].peak_bytes) if strategy.pp > 1 else 0
+    played = _played(
+        strategy.schedule,
+        strategy.pp,
+        memory.microbatches,
+        strategy.virtual_stages,
+        (strategy.zero, 2 if strategy.shard > 1 else 1, 2 if strategy.dp > 1 else 1, strategy.gather, strategy.reduce),
+    )[index]
+    totals: Counts = Counter(), Counter()
+    rank = memory.ranks[index]
+    _zero(played, rank, memory, job, strategy, totals)
+    _messages(played, memory, strategy, totals)
+    _model_parallel(rank, memory, strategy, totals)
+    if strategy.world_size > 1:
         parameters = sum(max(len(block.tensors), 1) for block in model.blocks if block.parameters)
-        counts[_STATISTICS] = 1
-        volume[_STATISTICS] = _STATISTICS_VALUE_BYTES * (_STATISTICS_VALUES + parameters)
+        _add(totals, _STATISTICS, 1, _STATISTICS_VALUE_BYTES * (_STATISTICS_VALUES + parameters))
+    counts, volume = totals
     return dict(+counts), dict(+volume)
 
 
+def _add(totals: Counts, kind: str, count: int, size: int) -> None:
+    totals[0][kind] += count
+    totals[1][kind] += count * size
+
+
+def _zero(
+    played: Counter[tuple[str, int, int]],
+    rank: RankMemory,
+    memory: StepMemory,
+    job: Job,
+    strategy: Strategy,
+    totals: Counts,
+) -> None:
+    compute, reduced = DTYPE_BYTES[job.compute_dtype], DTYPE_BYTES[job.reduce_dtype]
+    for stage in rank.stages:
+        states = memory.moments_of[stage.index].states
+        gathers, reduces = played["gather", stage.index, -1], played["reduce", stage.index, -1]
+        for whole, made, share in zip(states.wholes, states.reduced, states.trained, strict=True):
+            if whole:
+                _add(totals, "all_gather", gathers, compute * whole)
+                _add(totals, "reduce_scatter" if states.sharded else "all_reduce", reduces, reduced * made)
+            if whole and states.sharded and strategy.replicas > 1:
+                _add(totals, "all_reduce", 1, reduced * share)
+
+
+def _messages(played: Counter[tuple[str, int, int]], memory: StepMemory, strategy: Strategy, totals: Counts) -> None:
+    """Activations go to the stage behind, gradients of the same size to the one before."""
+    for (kind, stage, other), count in played.items():
+        if kind in ("send", "receive"):
+            size = strategy.microbatch * memory.stages[min(stage, other)].blocks[-1].output_bytes
+            _add(totals, kind, count, size)
+
+
+def _model_parallel(rank: RankMemory, memory: StepMemory, strategy: Strategy, totals: Counts) -> None:
+    for stage in rank.stages:
+        for block in stage.blocks:
+            for collective in block.collectives:
+                times = memory.microbatches * (collective.forward + collective.backward)
+                size = strategy.microbatch * collective.message_bytes
+                _add(totals, f"{collective.dimension}_{collective.kind}", times, size)
+
+
 @lru_cache(maxsize=256)
-def _per_unit(
-    zero: int, sharded: bool, several: bool, microbatches: int, units: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How often the schedule gathers and reduces each unit in a step."""
-    ranks = 2 if several else 1
-    schedule = single_stage(zero=zero, shard=ranks if sharded else 1, dp=ranks, microbatches=microbatches, units=units)
-    found = Counter((action.kind, action.unit) for action in schedule.ranks[0])
-    return tuple(found["gather", u] for u in range(units)), tuple(found["reduce", u] for u in range(units))
+def _played(
+    name: str, ranks: int, microbatches: int, virtual: int, zero: tuple[int, int, int, str, str]
+) -> tuple[Counter[tuple[str, int, int]], ...]:
+    """Per rank, how often the schedule does each thing: kind, stage, stage at the other end (-1: none)."""
+    schedule = make_schedule(
+        name,
+        ranks=ranks,
+        microbatches=microbatches,
+        virtual_stages=virtual,
+        zero=zero[0],
+        shard=zero[1],
+        dp=zero[2],
+        gather=zero[3],
+        reduce=zero[4],
+    )
+    return tuple(
+        Counter((a.kind, a.stage, -1 if a.peer_stage is None else a.peer_stage) for a in actions)
+        for actions in schedule.ranks
+    )

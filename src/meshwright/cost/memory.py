@@ -1,38 +1,25 @@
-"""What a step of a strategy holds in memory, moment by moment, from the design's ZeRO table.
-
-A step is looked at where blocks begin and end: after each unit's forward; after the loss; when the first gradient of a
-block is made (the block's kept activations are still there), when its last one is (its unit's gradients are whole), and
-in its reduce; and at the optimizer. What an operation needs while it runs comes on top and is not counted. All figures
-are bytes of one rank, padding included.
-
-Letters as in the design: P parameters, d ranks of a shard group, s, c and r bytes of the stored, compute and reduce
-dtype, o bytes of optimizer states per parameter, m microbatches.
-"""
+"""What a step of a strategy holds in memory on every pipeline rank: its schedule played with bytes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from itertools import accumulate
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
-from meshwright.spec import DTYPE_BYTES, BlockSpec, Job, ModelSpec, Strategy
+from meshwright.cost.held import adapted, stage_moments
+from meshwright.cost.moments import Moment, StageMoments
+from meshwright.cost.stages import Stage, cut
+from meshwright.schedule import compute_orders
+from meshwright.spec import Job, ModelSpec, Strategy
+from meshwright.spec.conventions import Convention
 
-__all__ = ["CATEGORIES", "Moment", "StepMemory", "framework_bytes", "recomputed_blocks"]
+__all__ = ["CATEGORIES", "RankMemory", "StepMemory", "recomputed_blocks"]
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits")
 
-_MIB = 2**20
-#: Bytes that a rank takes besides tensors, by device kind. CPU: resident memory of a rank after importing torch and
-#: the runtime, joining a gloo group of 2 and one backward (280 MiB with PyTorch 2.13), rounded up. Other kinds: an
-#: allowance for the driver's context, libraries and communicators; not measured.
-_FRAMEWORK_BYTES = {"cpu": 300 * _MIB}
-_ACCELERATOR_BYTES = 1024 * _MIB
-
-
-def framework_bytes(device_kind: str) -> int:
-    """Bytes of a device's memory that a rank needs besides tensors."""
-    return _FRAMEWORK_BYTES.get(device_kind, _ACCELERATOR_BYTES)
+#: Actions of one rank in order: kind, stage, microbatch.
+Actions = Iterable[tuple[str, int, int]]
 
 
 def recomputed_blocks(model: ModelSpec, strategy: Strategy) -> int:
@@ -41,200 +28,156 @@ def recomputed_blocks(model: ModelSpec, strategy: Strategy) -> int:
     return 0 if strategy.recompute == "none" else min(strategy.recompute_blocks or layers, layers)
 
 
-class Moment(NamedTuple):
-    """Bytes at one moment of a step, besides the stored parameters and the optimizer's states.
+@dataclass
+class _Progress:
+    """How far one stage is in the step, and what its microbatches in flight hold."""
 
-    `reduced` is the part of `gradients` that is already divided among the shard group.
+    forwards: int = 0
+    inputs: int = 0
+    backwards: int = 0
+    held: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+class RankMemory:
+    """The memory of one pipeline rank: at rest on every tier, and at the largest moment of a step.
+
+    Attributes:
+        stages: the stages that this rank holds, in forward order.
+        parameters, optimizer: bytes at rest on the device; of the parameters, `cut_parameters` are shares of a group.
+        host, disk: bytes on those tiers.
     """
 
-    phase: str
-    gradients: int
-    reduced: int
-    gathered: int
-    activations: int
-    logits: int
+    def __init__(self, stages: tuple[Stage, ...], moments: dict[int, StageMoments], actions: Actions) -> None:
+        self.stages = stages
+        self._moments, self._actions = moments, actions
+        states = [stage.states for stage in moments.values()]
+        self.parameters = sum(state.parameters for state in states)
+        self.cut_parameters = sum(state.parameters for state in states if state.cut)
+        self.optimizer = sum(state.optimizer for state in states)
+        self.padding = sum(state.padding for state in states)
+        self.host = sum(state.elsewhere("host") for state in states)
+        self.disk = sum(state.elsewhere("disk") for state in states)
 
-    @property
-    def total(self) -> int:
-        """Sum of the categories."""
-        return self.gradients + self.gathered + self.activations + self.logits
-
-
-class _Sums:
-    """Sums of the first entries of a list."""
-
-    def __init__(self, entries: list[int]) -> None:
-        self._sums = list(accumulate(entries, initial=0))
-        self.all = self._sums[-1]
-
-    def to(self, stop: int) -> int:
-        """The sum of the entries before `stop`."""
-        return self._sums[stop]
-
-
-class StepMemory:
-    """The memory of one rank under a strategy: at rest, and at every moment of a step.
-
-    Raises:
-        ConfigError: the global batch does not divide into microbatches.
-    """
-
-    def __init__(self, model: ModelSpec, job: Job, strategy: Strategy) -> None:
-        self._s, self._c = DTYPE_BYTES[job.param_dtype], DTYPE_BYTES[job.compute_dtype]
-        self._r = DTYPE_BYTES[job.reduce_dtype]
-        self._model, self._strategy = model, strategy
-        self._microbatches = strategy.microbatches(job.global_batch)
-        self.sharded = strategy.zero > 0 and strategy.shard > 1
-        group = strategy.shard if self.sharded else 1
-        units = model.unit_groups(strategy.unit_blocks)
-        #: Elements that this rank stores of each unit, the root unit first; and of the whole padded unit.
-        self.shares = [
-            sum(block.share(group) if self.sharded else block.parameters for block in unit) for unit in units
-        ]
-        self.wholes = [group * share for share in self.shares]
-        self._exact = [
-            sum(block.parameters for block in unit) for unit in units
-        ]  # gradients made by backward: no padding
-        self._share, self._whole, self._made = _Sums(self.shares), _Sums(self.wholes), _Sums(self._exact)
-        self.parameters = self._s * self._share.all
-        self.optimizer = self._s * job.optimizer.state_tensors * self._share.all
-        head = [block for block in model.blocks if block.kind == "head"]
-        # Gradients of the root unit that the head makes first; they wait whole until the embedding's follow.
-        self._early_root = self._c * sum(block.parameters + block.tied_parameters for block in head)
-        self._largest = [max((math.prod(t) for block in unit for t in block.tensors), default=0) for unit in units]
-        self._recomputed = recomputed_blocks(model, strategy)
-        spare = self._whole.all - model.parameters
-        #: Bytes of the states at rest that are padding: what equal shares take beyond P/d.
-        self.padding = self._s * (1 + job.optimizer.state_tensors) * spare // group
-
+    @cached_property
     def peak(self) -> Moment:
         """The moment with the most bytes; the first one of equals."""
         return max(self.moments(), key=lambda moment: moment.total)
 
     @property
-    def floor_bytes(self) -> int:
-        """What is there at the moment of the loss whatever the microbatch and the recompute policy."""
-        return self.parameters + self.optimizer + self._gathered(None, forward=True, last=True)
+    def peak_bytes(self) -> int:
+        """Bytes of tensors at the largest moment."""
+        return self.parameters + self.optimizer + self.peak.total
 
     def moments(self) -> Iterator[Moment]:
-        """Every moment of the last microbatch, and before it of one that others follow, then the optimizer."""
-        if self._microbatches > 1:
-            yield from self._microbatch(last=False)
-        yield from self._microbatch(last=True)
-        gradients = self._s * self._share.all
-        gathered = 0 if self.sharded else self._copies()
-        yield Moment("optimizer", gradients, gradients if self.sharded else 0, gathered, 0, 0)
+        """Every moment of a step that differs from those before it."""
+        order = list(self._actions)
+        total = Counter(stage for kind, stage, _ in order if kind == "forward")
+        progress = {stage: _Progress() for stage in self._moments}
+        seen: set[tuple[object, ...]] = set()
+        for kind, index, microbatch in order:
+            stage, mine = self._moments[index], progress[index]
+            mine.held.setdefault(microbatch, (0, 0))
+            base = self._beside(progress, total, index, microbatch)
+            earlier, last = mine.backwards > 0, mine.backwards == total[index] - 1
+            key = (kind, index, mine.forwards == 0, earlier, last, base)
+            if key not in seen:
+                seen.add(key)
+                if kind == "forward":
+                    inside = stage.forward(first=mine.forwards == 0)
+                    base = base.plus(_gradients(stage.idle(begun=False, ended=False, earlier=earlier)))
+                else:
+                    half = {"backward-input": "input", "backward-weight": "weight"}.get(kind, "")
+                    inside = stage.backward(earlier=earlier, last=last, half=half)
+                yield from (moment.plus(base) for moment in inside)
+            self._advance(kind, stage, mine, microbatch)
+        ending = [stage.optimizer() for stage in self._moments.values()]
+        yield _sum("optimizer", ending)
 
-    def _microbatch(self, *, last: bool) -> Iterator[Moment]:
-        model, batch = self._model, self._strategy.microbatch
-        layers = model.layers
-        head = [block for block in model.blocks if block.kind == "head"]
-        entrance = [block for block in model.blocks if block.kind == "embedding"]
-        kept = batch * sum(_saved(block, "none") for block in entrance) + sum(
-            block.fixed_bytes for block in model.blocks
+    def _beside(self, progress: dict[int, _Progress], total: Counter[int], current: int, microbatch: int) -> Moment:
+        """What is there besides the current action: other microbatches of its stage, and the other stages."""
+        parts = []
+        for index, other in progress.items():
+            held = [both for key, both in other.held.items() if (index, key) != (current, microbatch)]
+            parts.append(Moment("", 0, 0, 0, sum(both[0] for both in held), sum(both[1] for both in held)))
+            if index != current:
+                begun, ended = other.forwards > 0, other.backwards == total[index]
+                parts.append(self._moments[index].idle(begun=begun, ended=ended, earlier=other.backwards > 0))
+        return _sum("", parts)
+
+    @staticmethod
+    def _advance(kind: str, stage: StageMoments, mine: _Progress, microbatch: int) -> None:
+        if kind == "forward":
+            mine.forwards += 1
+            mine.held[microbatch] = stage.kept
+        elif kind == "backward-input":
+            mine.held[microbatch] = stage.waiting, 0
+        else:
+            mine.backwards += 1
+            del mine.held[microbatch]
+
+
+class StepMemory:
+    """The memory of a step of a strategy, on every pipeline rank.
+
+    Raises:
+        ConfigError: the global batch does not divide into microbatches, or the stages do not fit the model.
+        UnsupportedCombination: the schedule is not defined for these numbers of stages and microbatches.
+    """
+
+    def __init__(self, model: ModelSpec, job: Job, strategy: Strategy, convention: Convention | None = None) -> None:
+        if convention is not None:
+            model = adapted(model, convention)
+        self.microbatches = strategy.microbatches(job.global_batch)
+        self.stages = cut(model, strategy)
+        recomputed = recomputed_blocks(model, strategy)
+        moments = {}
+        for stage in self.stages:
+            layers = sum(block.kind == "layer" for block in stage.blocks)
+            moments[stage.index] = stage_moments(stage, job, strategy, convention, recomputed=min(recomputed, layers))
+            recomputed -= min(recomputed, layers)
+        self.ranks = tuple(
+            RankMemory(tuple(self.stages[i] for i in held), {i: moments[i] for i in held}, actions)
+            for held, actions in _by_rank(strategy, self.microbatches)
         )
-        carried = self._carried()
-        before: list[int] = []
-        for index, block in enumerate(layers):
-            before.append(kept)
-            kept += batch * _saved(block, self._policy(index))
-            if (index + 1) % self._strategy.unit_blocks == 0 or index + 1 == len(layers):
-                gathered = self._gathered(self._unit(index), forward=True, last=last)
-                yield Moment("forward", *carried, gathered, kept + batch * block.output_bytes, 0)
-        kept += batch * sum(_saved(block, "none") for block in head)
-        logits = batch * (sum(block.output_bytes for block in head) + model.loss_bytes)
-        yield Moment("loss", *carried, self._gathered(None, forward=True, last=last), kept, logits)
-        entering = batch * sum(block.backward_extra_bytes for block in head)
-        yield self._backward(None, "enter", kept, entering, last)
-        for index in range(len(layers) - 1, -1, -1):
-            block, unit = layers[index], self._unit(index)
-            entering = before[index] + batch * block.backward_extra_bytes
-            yield self._backward(unit, "enter", entering + batch * _alive(block, self._policy(index)), 0, last)
-            if index % self._strategy.unit_blocks == 0:
-                yield self._backward(unit, "leave", entering, 0, last)
-                yield self._backward(unit, "reduce", entering, 0, last)
-        entering = before[0] + batch * sum(block.backward_extra_bytes for block in entrance)
-        yield self._backward(0, "leave", entering, 0, last)
-        yield self._backward(0, "reduce", entering, 0, last)
+        self.moments_of = moments
 
-    def _backward(self, unit: int | None, moment: str, activations: int, logits: int, last: bool) -> Moment:
-        gradients, reduced = self._gradients(unit, moment, last=last)
-        done = moment == "reduce" and (last or self._strategy.zero == 3)
-        gathered = self._gathered(unit, forward=False, last=last, done=done)
-        return Moment("backward", gradients, reduced, gathered, activations, logits)
+    @cached_property
+    def worst(self) -> RankMemory:
+        """The rank with the largest peak; the first one of equals."""
+        return max(self.ranks, key=lambda rank: rank.peak_bytes)
 
-    def _unit(self, layer: int) -> int:
-        return 1 + layer // self._strategy.unit_blocks
-
-    def _policy(self, layer: int) -> str:
-        return self._strategy.recompute if layer < self._recomputed else "none"
-
-    def _copies(self) -> int:
-        """Compute copies of whole parameters where they are narrower than the stored."""
-        return self._c * self._whole.all if self._c < self._s else 0
-
-    def _gathered(self, unit: int | None, *, forward: bool, last: bool, done: bool = False) -> int:
-        """Gathered parameters while a unit works (None: the head, of the root unit; `done`: it has been released)."""
-        if not self.sharded:
-            return self._copies()
-        c = self._c
-        stop = 0 if unit is None else unit if done else unit + 1
-        if self._strategy.zero == 3:
-            if unit is None or unit == 0:
-                return 0 if forward or done else c * self.wholes[0]
-            ahead = self._strategy.prefetch
-            window = self.wholes[unit : unit + ahead + 1] if forward else self.wholes[max(1, unit - ahead) : stop]
-            return c * (self.wholes[0] + sum(window))
-        if unit is None or not last or (forward and self._microbatches > 1):
-            return c * self._whole.all
-        return c * self._whole.to(stop)
-
-    def _carried(self) -> tuple[int, int]:
-        """Gradients of earlier microbatches, as they stand while no backward runs: all of them, the part reduced."""
-        if not self.sharded:
-            return self._s * self._share.all, 0
-        if self._microbatches == 1:
-            return 0, 0
-        if self._strategy.zero == 1:
-            return self._r * self._made.all, 0
-        reduced = self._s * self._share.all
-        return reduced, reduced
-
-    def _gradients(self, unit: int | None, moment: str, *, last: bool) -> tuple[int, int]:
-        """Gradients in the backward of a unit (None: the head, of the root unit): all of them, the part reduced before.
-
-        `moment`: "enter": the first one is made; "leave": those of the unit are whole; "reduce": they lie in the
-        buffers of their reduce. Gradients that the head makes wait until the root unit is whole, at the end.
-        """
-        c, r, accumulates, index = self._c, self._r, self._microbatches > 1, unit or 0
-        made = c * self._largest[index] if moment == "enter" else 0  # one tensor's gradient, before it is added
-        if not self.sharded:
-            return self._s * self._share.all + made, 0
-        after = 0 if unit is None else self._share.all - self._share.to(unit + 1)
-        buffers = r * (self.wholes[index] + self.shares[index])
-        if self._strategy.zero == 1 and accumulates:
-            if c < r and moment == "leave":
-                made = c * self._exact[index]
-            if not last or unit is None:
-                return r * self._made.all + made, 0
-            reduced = self._s * after
-            if moment == "reduce":
-                return r * self._made.to(unit) + buffers + reduced, reduced
-            return r * self._made.to(unit + 1) + made + reduced, reduced
-        reduced = self._s * (self._share.all if accumulates else after)
-        if unit is None:
-            return reduced + self._early_root, reduced
-        waiting = self._early_root if unit else 0
-        if moment == "reduce":
-            return reduced + waiting + buffers, reduced
-        if moment == "leave":
-            made = c * self._exact[index]
-        return reduced + waiting + made, reduced
+    @property
+    def floor_bytes(self) -> int:
+        """What is there at the moment of the loss whatever the microbatch and the recompute policy (one stage)."""
+        stage = self.moments_of[0]
+        at_loss = stage.idle(begun=True, ended=False, earlier=False).gathered
+        return self.ranks[0].parameters + self.ranks[0].optimizer + at_loss
 
 
-def _saved(block: BlockSpec, policy: str) -> int:
-    return block.saved_bytes.get(policy, block.saved_bytes.get("none", 0))
+def _by_rank(strategy: Strategy, microbatches: int) -> Iterator[tuple[list[int], Actions]]:
+    """The stages of each pipeline rank, and its actions."""
+    if strategy.pp == 1:
+        # The third of many microbatches finds what the second did: three are enough.
+        few = range(min(microbatches, 3))
+        yield [0], [(kind, 0, k) for k in few for kind in ("forward", "backward")]
+        return
+    for order in _orders(strategy.schedule, strategy.pp, microbatches, strategy.virtual_stages):
+        yield sorted({stage for _, stage, _ in order}), order
 
 
-def _alive(block: BlockSpec, policy: str) -> int:
-    return block.alive_bytes.get(policy, max(_saved(block, "none"), _saved(block, policy)))
+@lru_cache(maxsize=64)  # a search looks at many strategies of one schedule
+def _orders(name: str, ranks: int, microbatches: int, virtual: int) -> tuple[tuple[tuple[str, int, int], ...], ...]:
+    """The compute actions of each rank: kind, stage, microbatch."""
+    orders = compute_orders(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual)
+    return tuple(tuple((action.kind, action.stage, action.microbatch) for action in actions) for actions in orders)
+
+
+def _gradients(moment: Moment) -> Moment:
+    return Moment("", moment.gradients, moment.reduced, 0, 0, 0)
+
+
+def _sum(phase: str, parts: Iterable[Moment]) -> Moment:
+    total = Moment(phase, 0, 0, 0, 0, 0)
+    for part in parts:
+        total = total.plus(part)
+    return total

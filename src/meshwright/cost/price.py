@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.cost.communication import count_collectives
 from meshwright.cost.memory import CATEGORIES, StepMemory
+from meshwright.cost.states import shard_group
 from meshwright.spec import Cost, Job, ModelSpec, Strategy
 
 __all__ = ["price"]
@@ -21,8 +22,9 @@ def price(model: ModelSpec, job: Job, strategy: Strategy) -> Cost:
         ConfigError: the global batch does not divide into the strategy's microbatches.
     """
     memory = StepMemory(model, job, strategy)
-    moment = memory.peak()
-    at_rest = dict.fromkeys(CATEGORIES, 0) | {"parameters": memory.parameters, "optimizer": memory.optimizer}
+    worst = memory.worst
+    moment = worst.peak
+    at_rest = dict.fromkeys(CATEGORIES, 0) | {"parameters": worst.parameters, "optimizer": worst.optimizer}
     in_step = at_rest | {
         "gradients": moment.gradients,
         "gathered": moment.gathered,
@@ -30,14 +32,14 @@ def price(model: ModelSpec, job: Job, strategy: Strategy) -> Cost:
         "logits": moment.logits,
     }
     divided = dict.fromkeys(CATEGORIES, 0)
-    if memory.sharded:
-        divided |= {"parameters": memory.parameters, "optimizer": memory.optimizer, "gradients": moment.reduced}
+    if shard_group(strategy) > 1:
+        divided |= {"parameters": worst.cut_parameters, "optimizer": worst.optimizer, "gradients": moment.reduced}
     counts, volume = count_collectives(model, job, strategy, memory)
     return Cost(
         at_rest=at_rest,
         in_step=in_step,
         divided=divided,
-        padding_bytes=memory.padding,
+        padding_bytes=worst.padding,
         peak_bytes=sum(in_step.values()),
         phase=moment.phase,
         collectives=counts,

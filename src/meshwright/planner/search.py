@@ -124,7 +124,7 @@ def _worth_trying(model: ModelSpec, job: Job, shape: Shape, budget_bytes: int) -
     At that moment everything that was kept is there, and each block that recomputes keeps a known amount less.
     """
     layers, batch = model.layers, shape.strategy.microbatch
-    memory = StepMemory(model, job, _with_blocks(shape.strategy, shape.blocks[0]))
+    memory = StepMemory(model, job, _with_blocks(shape.strategy, shape.blocks[0])).ranks[0]
     held = memory.parameters + memory.optimizer + max(m.total for m in memory.moments() if m.phase == "loss")
     saved = list(accumulate((b.saved_bytes["none"] - b.saved_bytes["full"] for b in layers), initial=0))
     first = saved[shape.blocks[0] or len(layers)]

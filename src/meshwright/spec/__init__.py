@@ -3,6 +3,7 @@
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
 from meshwright.spec.decoder import DecoderShape, describe
 from meshwright.spec.job import DTYPE_BYTES, Job, OptimizerSpec
+from meshwright.spec.job_for import job_for
 from meshwright.spec.layout import Attention, Layout
 from meshwright.spec.machine import this_machine
 from meshwright.spec.model import BlockCollective, BlockSpec, ModelSpec
@@ -36,6 +37,7 @@ __all__ = [
     "Strategy",
     "describe",
     "is_executable",
+    "job_for",
     "parse_assignments",
     "parse_strategy",
     "require_executable",

@@ -1,0 +1,259 @@
+"""What one stage holds, moment by moment, inside each action of a schedule, from the design's ZeRO table.
+
+An action is looked at where blocks begin and end: after each unit's forward; after the loss; when the first gradient of
+a block is made (the block's kept activations are still there), when its last one is (its unit's gradients are whole),
+and in its reduce. What an operation needs while it runs comes on top and is not counted. All figures are bytes of one
+rank, padding included.
+
+Letters as in the design: P parameters, d ranks of a shard group, s, c and r bytes of the stored, compute and reduce
+dtype, o bytes of optimizer states per parameter, m microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshwright.cost.stages import Stage
+from meshwright.cost.states import States
+from meshwright.spec import DTYPE_BYTES, BlockSpec, Job, Strategy
+
+__all__ = ["Moment", "StageMoments"]
+
+
+class Moment(NamedTuple):
+    """Bytes at one moment of a step, besides the stored parameters and the optimizer's states.
+
+    `reduced` is the part of `gradients` that is already divided among the shard group.
+    """
+
+    phase: str
+    gradients: int
+    reduced: int
+    gathered: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Sum of the categories."""
+        return self.gradients + self.gathered + self.activations + self.logits
+
+    def plus(self, other: Moment) -> Moment:
+        """Both at once; the phase is this one's."""
+        return Moment(self.phase, *(a + b for a, b in zip(self[1:], other[1:], strict=True)))
+
+
+class StageMoments:
+    """The moments of one stage's actions.
+
+    Args:
+        stage: its blocks, and what the loss keeps on the last stage.
+        recomputed: how many of this stage's first layers recompute.
+    """
+
+    def __init__(self, stage: Stage, job: Job, strategy: Strategy, *, recomputed: int) -> None:
+        self.states = States(stage.blocks, job, strategy)
+        self._strategy, self._recomputed = strategy, recomputed
+        self._s, self._c = DTYPE_BYTES[job.param_dtype], DTYPE_BYTES[job.compute_dtype]
+        self._r = DTYPE_BYTES[job.reduce_dtype]
+        self._batch, self._step = strategy.microbatch, strategy.unit_blocks
+        self.layers = [block for block in stage.blocks if block.kind == "layer"]
+        self._entrance = [block for block in stage.blocks if block.kind == "embedding"]
+        self._head = [block for block in stage.blocks if block.kind == "head"]
+        # Gradients of the root unit that the head makes first; they wait whole until the embedding's follow. That of a
+        # tied weight waits inside autograd for its second part.
+        self._early_root = self._c * sum(block.trained_parameters for block in self._head)
+        self._early_tied = self._c * sum(block.tied_parameters for block in self._head)
+        self._before, self._kept = self._activations(stage)
+        logits = sum(block.output_bytes for block in self._head) + stage.loss_bytes
+        #: Activations and logits that a forward leaves behind until its backward.
+        self.kept = self._kept[-1], self._batch * logits
+        weights = [self._waiting(block, index) for index, block in enumerate(self.layers)]
+        self._weights = weights
+        #: Activations that wait from the input half of a backward to its weight half.
+        self.waiting = sum(weights) + sum(self._waiting(block, None) for block in self._head)
+        self._step_gather = strategy.zero < 3 or strategy.gather == "step"
+        self._end_reduce = strategy.zero < 2 or strategy.reduce != "microbatch"
+
+    def _activations(self, stage: Stage) -> tuple[list[int], list[int]]:
+        """Bytes kept before each layer, and after each (the last entry: after the head too)."""
+        kept = self._batch * sum(_saved(block, "none") for block in self._entrance)
+        kept += sum(block.fixed_bytes for block in stage.blocks)
+        before, after = [], []
+        for index, block in enumerate(self.layers):
+            before.append(kept)
+            kept += self._batch * _saved(block, self._policy(index))
+            after.append(kept)
+        after[-1:] = [after[-1], kept + self._batch * sum(_saved(block, "none") for block in self._head)]
+        return before, after
+
+    def _waiting(self, block: BlockSpec, index: int | None) -> int:
+        if block.waiting_bytes:
+            return self._batch * block.waiting_bytes
+        return self._batch * _saved(block, "none" if index is None else self._policy(index))
+
+    def forward(self, *, first: bool) -> Iterator[Moment]:
+        """A microbatch's forward. `first`: nothing of this stage has been gathered in this step yet."""
+        for index, block in enumerate(self.layers):
+            if (index + 1) % self._step == 0 or index + 1 == len(self.layers):
+                gathered = self._gathered(self._unit(index), forward=True, edge=first)
+                yield Moment("forward", 0, 0, gathered, self._kept[index] + self._batch * block.output_bytes, 0)
+        yield Moment(
+            "loss" if self._head else "forward", 0, 0, self._gathered(None, forward=True, edge=first), *self.kept
+        )
+
+    def backward(self, *, earlier: bool, last: bool, half: str = "") -> Iterator[Moment]:
+        """A microbatch's backward, or one `half` of it: "input" or "weight".
+
+        Args:
+            earlier: gradients of earlier microbatches are there.
+            last: no backward of this stage follows in this step.
+        """
+        if half == "weight":
+            yield from self._weight_half(earlier=earlier, last=last)
+            return
+        kept, waits = self.kept[0], half == "input"
+        entering = self._batch * sum(block.backward_extra_bytes for block in self._head)
+        state = (earlier, last, waits)
+        yield self._at(None, "enter", kept, entering, state)
+        behind = sum(self._waiting(block, None) for block in self._head) if waits else 0
+        for index in range(len(self.layers) - 1, -1, -1):
+            block, unit = self.layers[index], self._unit(index)
+            base = self._before[index] + self._batch * block.backward_extra_bytes + behind
+            yield self._at(unit, "enter", base + self._batch * _alive(block, self._policy(index)), 0, state)
+            behind += self._weights[index] if waits else 0
+            if index % self._step == 0:
+                yield self._at(unit, "leave", base, 0, state)
+                if not waits:
+                    yield self._at(unit, "reduce", base, 0, state)
+        entering = self._before[0] + self._batch * sum(block.backward_extra_bytes for block in self._entrance)
+        yield self._at(0, "leave", entering + behind, 0, state)
+        if not waits:
+            yield self._at(0, "reduce", entering, 0, state)
+
+    def _weight_half(self, *, earlier: bool, last: bool) -> Iterator[Moment]:
+        waiting = self.waiting
+        for index in range(len(self.layers) - 1, -1, -1):
+            unit = self._unit(index)
+            yield self._at(unit, "enter", waiting, 0, (earlier, last, False))
+            waiting -= self._weights[index]
+            if index % self._step == 0:
+                yield self._at(unit, "leave", waiting, 0, (earlier, last, False))
+                yield self._at(unit, "reduce", waiting, 0, (earlier, last, False))
+        for moment in ("leave", "reduce"):
+            yield self._at(0, moment, waiting, 0, (earlier, last, False))
+
+    def optimizer(self) -> Moment:
+        """The optimizer's step: reduced gradients are there, whole copies only where nothing is sharded."""
+        if self._strategy.offload.optimizer != "device":
+            return Moment("optimizer", 0, 0, 0, 0, 0)
+        gradients = self._s * self.states.train.all
+        sharded = self.states.sharded
+        return Moment("optimizer", gradients, gradients if sharded else 0, 0 if sharded else self._copies(), 0, 0)
+
+    def idle(self, *, begun: bool, ended: bool, earlier: bool) -> Moment:
+        """What this stage holds while another action runs: gathered parameters and gradients.
+
+        Args:
+            begun: its first forward has run; `ended`: its last backward has; `earlier`: any backward has.
+        """
+        gathered = self._gathered(None, forward=False, edge=False) if begun and not ended else 0
+        if not self.states.sharded:
+            return Moment("idle", self._s * self.states.train.all, 0, self._copies(), 0, 0)
+        if not self._step_gather:
+            gathered = 0
+        reduced = self._shards() if earlier and (ended or not self._end_reduce) else 0
+        whole = self._r * self.states.make.all if self._end_reduce and earlier and not ended else 0
+        return Moment("idle", whole + reduced, reduced, gathered, 0, 0)
+
+    def _at(
+        self, unit: int | None, moment: str, activations: int, logits: int, state: tuple[bool, bool, bool]
+    ) -> Moment:
+        earlier, last, waits = state
+        gradients, reduced = self._gradients(unit, "wait" if waits else moment, earlier=earlier, last=last)
+        done = moment == "reduce" and (last or not self._step_gather)
+        gathered = self._gathered(unit, forward=False, edge=last and not waits, done=done)
+        if not waits and (unit != 0 or moment == "leave"):
+            activations += self._early_tied
+        if moment == "enter" and not waits and unit is not None and self.states.sharded:
+            # The first gradient is made, and not yet handed to its parameter.
+            activations += self._c * self.states.largest[unit]
+        return Moment("backward", gradients, reduced, gathered, activations, logits)
+
+    def _unit(self, layer: int) -> int:
+        return 1 + layer // self._step
+
+    def _policy(self, layer: int) -> str:
+        return self._strategy.recompute if layer < self._recomputed else "none"
+
+    def _copies(self) -> int:
+        """Compute copies of whole parameters where they are narrower than the stored (which may rest elsewhere)."""
+        at_rest = self._strategy.offload.optimizer != "device" and self._strategy.zero < 3
+        return self._c * self.states.whole.all if self._c < self._s and not at_rest else 0
+
+    def _shards(self) -> int:
+        """Reduced gradients that stay on the device; they leave it with the optimizer."""
+        return self._s * self.states.train.all if self._strategy.offload.optimizer == "device" else 0
+
+    def _gathered(self, unit: int | None, *, forward: bool, edge: bool, done: bool = False) -> int:
+        """Gathered parameters while a unit works (None: the head, of the root unit; `done`: it has been released).
+
+        `edge`: the first forward, or the last backward, of this stage in a step.
+        """
+        states, c = self.states, self._c
+        if not states.sharded:
+            return self._copies()
+        if self._strategy.offload.optimizer != "device" and self._strategy.zero < 3:
+            return 0  # whole compute copies are what rests
+        stop = 0 if unit is None else unit if done else unit + 1
+        if not self._step_gather and self._strategy.gather == "unit":
+            if unit is None or unit == 0:
+                return 0 if forward or done else c * states.wholes[0]
+            ahead = self._strategy.prefetch
+            window = states.wholes[unit : unit + ahead + 1] if forward else states.wholes[max(1, unit - ahead) : stop]
+            return c * (states.wholes[0] + sum(window))
+        if unit is None or not edge:
+            return c * states.whole.all
+        return c * states.whole.to(stop)
+
+    def _gradients(self, unit: int | None, moment: str, *, earlier: bool, last: bool) -> tuple[int, int]:
+        """Gradients in the backward of a unit (None: the head, of the root unit): all of them, the part reduced before.
+
+        `moment`: "enter": the first one is made; "leave": those of the unit are whole; "reduce": they lie in the
+        buffers of their reduce; "wait": none is made. Gradients of the head wait until the root unit is whole.
+        """
+        states, c, r, index = self.states, self._c, self._r, unit or 0
+        made = c * states.made[index] if moment == "leave" else 0
+        if not states.sharded:
+            return self._s * states.train.all, 0
+        if moment == "wait":
+            carried = self.idle(begun=True, ended=False, earlier=earlier)
+            return carried.gradients, carried.reduced
+        early = self._early_root if unit != 0 else 0
+        on_device = self._strategy.offload.optimizer == "device"
+        after = states.train.all - states.train.to(index + 1) if unit is not None and on_device else 0
+        buffers = r * (states.reduced[index] + states.trained[index])
+        if not self._end_reduce or (last and not earlier):
+            reduced = self._shards() if earlier else self._s * after
+            here = 0 if unit is None else buffers if moment == "reduce" else made
+            return reduced + early + here, reduced
+        if not earlier:
+            before = r * (states.make.all - states.make.to(index + 1)) if unit is not None else 0
+            here = 0 if unit is None else r * states.made[index] if moment == "reduce" else made
+            return before + early + here, 0
+        if moment == "leave" and c == r:
+            made = 0  # added in place to what is there
+        if not last or unit is None:
+            return r * states.make.all + made, 0
+        if moment == "reduce":
+            return r * states.make.to(unit) + buffers + self._s * after, self._s * after
+        return r * states.make.to(unit + 1) + made + self._s * after, self._s * after
+
+
+def _saved(block: BlockSpec, policy: str) -> int:
+    return block.saved_bytes.get(policy, block.saved_bytes.get("none", 0))
+
+
+def _alive(block: BlockSpec, policy: str) -> int:
+    return block.alive_bytes.get(policy, max(_saved(block, "none"), _saved(block, policy)))

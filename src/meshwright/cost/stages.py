@@ -1,0 +1,97 @@
+"""Stages: which blocks each pipeline stage holds. Every block is on exactly one stage; none is ever left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.errors import ConfigError
+from meshwright.spec import BlockSpec, ModelSpec, Strategy
+
+__all__ = ["Stage", "cut", "even_layers"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: its number over all ranks, its blocks in forward order, and what the loss keeps where it is the last.
+
+    `copied_parameters` counts elements of a tied weight that another stage owns: this stage holds a copy.
+    """
+
+    index: int
+    blocks: tuple[BlockSpec, ...]
+    loss_bytes: int = 0
+    copied_parameters: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Elements that this stage owns: summed over stages they are the model's."""
+        return sum(block.parameters for block in self.blocks) - self.copied_parameters
+
+
+def even_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers per stage, as even as can be; what is over goes to the middle, away from embedding and head."""
+    base, over = divmod(layers, stages)
+    middle = sorted(range(stages), key=lambda stage: (abs(2 * stage - (stages - 1)), stage))
+    more = set(middle[:over])
+    return tuple(base + (stage in more) for stage in range(stages))
+
+
+def cut(model: ModelSpec, strategy: Strategy) -> tuple[Stage, ...]:
+    """The stages of a strategy in forward order: its own `stages`, or the layers spread evenly.
+
+    Raises:
+        ConfigError: there are fewer layers than stages, or `stages` does not add up to the model's layers.
+    """
+    count, layers = strategy.pp * strategy.virtual_stages, len(model.layers)
+    sizes = strategy.stages or even_layers(layers, count)
+    if sum(sizes) != layers:
+        raise ConfigError(
+            f"stages={','.join(map(str, sizes))} hold {sum(sizes)} layers, but {model.name} has {layers}",
+            why="every layer is on exactly one stage",
+            fix=f"let stages add up to {layers}, or leave stages out",
+        )
+    if min(sizes) < 1:
+        raise ConfigError(
+            f"{count} stages for the {layers} layers of {model.name}",
+            why="every stage needs a layer (pp x virtual_stages stages)",
+            fix=f"set pp x virtual_stages to {layers} or less",
+        )
+    first = next(i for i, block in enumerate(model.blocks) if block.kind == "layer")
+    last = max(i for i, block in enumerate(model.blocks) if block.kind == "layer")
+    ends = [first + sum(sizes[: stage + 1]) for stage in range(count)]
+    ends[-1] = last + 1
+    starts = [first, *ends[:-1]]
+    stages = []
+    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        blocks = model.blocks[0 if index == 0 else start : len(model.blocks) if index == count - 1 else end]
+        own, copied = _with_copies(blocks, model) if count > 1 else (tuple(blocks), 0)
+        stages.append(Stage(index, own, model.loss_bytes if index == count - 1 else 0, copied))
+    return tuple(stages)
+
+
+def _with_copies(blocks: Sequence[BlockSpec], model: ModelSpec) -> tuple[tuple[BlockSpec, ...], int]:
+    """Blocks with the tied weights that they use and that lie on another stage, as parameters of their own."""
+    names = {block.name for block in blocks}
+    elsewhere = [block for block in model.blocks if block.name not in names]
+    found, copied = [], 0
+    for block in blocks:
+        tied = block.tied_parameters
+        shapes = [shape for other in elsewhere for shape in other.tensors if tied and math.prod(shape) == tied]
+        owner_is_away = bool(shapes) or any(tied and other.parameters >= tied for other in elsewhere)
+        if tied and owner_is_away and not _owned(blocks, tied):
+            shape = shapes[0] if shapes else (tied,)
+            block = replace(
+                block,
+                parameters=block.parameters + tied,
+                tied_parameters=0,
+                tensors=(*block.tensors, shape) if block.tensors or not block.parameters else (),
+            )
+            copied += tied
+        found.append(block)
+    return tuple(found), copied
+
+
+def _owned(blocks: Sequence[BlockSpec], size: int) -> bool:
+    return any(math.prod(shape) == size for block in blocks for shape in block.tensors)

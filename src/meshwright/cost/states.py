@@ -1,0 +1,129 @@
+"""Model states of one stage on one rank: elements of each ZeRO unit, and their bytes on every memory tier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+from meshwright.spec import DTYPE_BYTES, BlockSpec, Job, Strategy
+
+__all__ = ["States", "Sums", "expert_group", "shard_group"]
+
+
+def shard_group(strategy: Strategy) -> int:
+    """Ranks over which ZeRO cuts a parameter: the shard group, and the ranks of context parallelism inside it."""
+    return strategy.shard * strategy.cp if strategy.zero else 1
+
+
+def expert_group(strategy: Strategy) -> int:
+    """Ranks over which ZeRO cuts an expert's parameter: those of the shard group that hold the same experts."""
+    return max(1, shard_group(strategy) * strategy.tp // strategy.ep) if strategy.zero else 1
+
+
+class Sums:
+    """Sums of the first entries of a list."""
+
+    def __init__(self, entries: list[int]) -> None:
+        self._sums = list(accumulate(entries, initial=0))
+        self.all = self._sums[-1]
+
+    def to(self, stop: int) -> int:
+        """The sum of the entries before `stop`."""
+        return self._sums[stop]
+
+
+class States:
+    """Parameters, gradients' sizes and optimizer states of the units of one stage, on one rank.
+
+    Unit 0 is the root unit: what is outside the layers. All figures but the byte totals are elements.
+
+    Attributes:
+        shares: elements that this rank stores of each unit, padding included.
+        wholes: elements of each whole unit, padding included: what is gathered, what is reduced.
+        made: elements of each unit whose gradients a backward makes: no padding, no frozen parameters.
+        trained: of `shares`, those with a gradient and optimizer states; `reduced` the same of `wholes`.
+    """
+
+    def __init__(self, blocks: Sequence[BlockSpec], job: Job, strategy: Strategy) -> None:
+        self.sharded = shard_group(strategy) > 1
+        group, experts = (shard_group(strategy), expert_group(strategy)) if self.sharded else (1, 1)
+        layers = [block for block in blocks if block.kind == "layer"]
+        step = strategy.unit_blocks
+        units = [[block for block in blocks if block.kind != "layer"]]
+        units += [layers[start : start + step] for start in range(0, len(layers), step)]
+        self.units = units
+
+        def summed(trained: bool, whole: bool) -> list[int]:
+            return [sum(_size(block, group, experts, trained, whole, self.sharded) for block in unit) for unit in units]
+
+        self.shares, self.wholes = summed(trained=False, whole=False), summed(trained=False, whole=True)
+        self.trained, self.reduced = summed(trained=True, whole=False), summed(trained=True, whole=True)
+        self.made = [sum(block.trained_parameters for block in unit) for unit in units]
+        self.largest = [max((math.prod(t) for block in unit for t in block.tensors), default=0) for unit in units]
+        self.share, self.whole, self.make = Sums(self.shares), Sums(self.wholes), Sums(self.made)
+        self.train = Sums(self.trained)
+        self._s, self._c = DTYPE_BYTES[job.param_dtype], DTYPE_BYTES[job.compute_dtype]
+        self._states = self._s * job.optimizer.state_tensors
+        self._offload, self._zero = strategy.offload, strategy.zero
+        exact = sum(block.parameters for block in blocks)
+        #: Bytes of the states at rest that are padding: what equal shares take beyond P/d.
+        self.padding = (self._s + self._states) * max(0, self.whole.all - exact) // group
+
+    @property
+    def parameters(self) -> int:
+        """Bytes of parameters at rest on the device. With the optimizer elsewhere only compute copies stay."""
+        if self._offload.parameters != "device":
+            return 0
+        if self._offload.optimizer == "device":
+            return self._s * self.share.all
+        return self._c * (self.share.all if self._zero == 3 else self.whole.all)
+
+    @property
+    def cut(self) -> bool:
+        """Whether what is at rest on the device is this rank's share of the parameters, not all of them."""
+        return self.sharded and (self._offload.optimizer == "device" or self._zero == 3)
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes of optimizer states at rest on the device."""
+        return self._states * self.train.all if self._offload.optimizer == "device" else 0
+
+    def elsewhere(self, tier: str) -> int:
+        """Bytes of this rank on the tier `host` or `disk`: gradients and stored weights follow the optimizer."""
+        held = 0
+        if self._offload.optimizer == tier:
+            held += (self._s + self._states) * self.train.all + self._s * self.train.all
+        if self._offload.parameters == tier and self._offload.optimizer != tier:
+            held += (self._c if self._offload.optimizer != "device" else self._s) * self.share.all
+        elif self._offload.parameters == tier and self._c < self._s:
+            held += self._c * self.share.all
+        return held
+
+
+def _size(block: BlockSpec, group: int, experts: int, trained: bool, whole: bool, sharded: bool) -> int:
+    if not sharded:
+        return block.trained_parameters if trained else block.parameters
+    share = block.share(group, expert_group=experts, trained=trained)
+    if not whole:
+        return share
+    if not block.experts or group == experts:
+        return group * share
+    alone = BlockSpec.share(_experts_only(block), experts, trained=trained)
+    return group * (share - alone) + experts * alone
+
+
+def _experts_only(block: BlockSpec) -> BlockSpec:
+    held = sum(math.prod(shape) for shape in block.experts)
+    frozen = tuple(shape for shape in block.frozen if shape in block.experts)
+    return BlockSpec(
+        name=block.name,
+        kind=block.kind,
+        parameters=held,
+        tensors=block.experts,
+        frozen=frozen,
+        forward_flops=0,
+        moved_bytes=0,
+        saved_bytes={},
+        output_bytes=0,
+    )
