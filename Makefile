@@ -43,8 +43,9 @@ check: $(READY) ## style, types, floors, spelling
 	"$(BIN)/lint-imports"
 	"$(BIN)/codespell"
 
-bench: $(READY) ## how long the command line takes to start
+bench: $(READY) ## how long commands take to start, and schedules to be made
 	"$(BIN)/python" bench/startup.py $(ARGS)
+	"$(BIN)/python" bench/schedule.py
 
 gpu-check: $(READY) ## prove on a GPU machine what CPUs cannot
 	"$(BIN)/python" scripts/gpu_check.py $(ARGS)

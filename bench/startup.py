@@ -14,10 +14,13 @@ from pathlib import Path
 RUNS = 5
 TORCH = re.compile(r"^import time:.*\|\s+torch$", re.MULTILINE)
 MESHWRIGHT = str(Path(sys.executable).parent / "meshwright")
+STRATEGY = "dp=2 tp=8 pp=4 schedule=1f1b zero=1"
+ESTIMATE = ["--cluster", "8xH100-80GB:8", "--strategy", STRATEGY, "--global-batch", "64", "--seq", "8192"]
 COMMANDS = {
     "python -c pass": ["-c", "pass"],
     "python -c 'import meshwright'": ["-c", "import meshwright"],
     "meshwright --help": [MESHWRIGHT, "--help"],
+    "meshwright estimate llama-3-70b": [MESHWRIGHT, "estimate", "llama-3-70b", *ESTIMATE],
     "python -c 'import torch'": ["-c", "import torch"],
 }
 

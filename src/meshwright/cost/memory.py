@@ -37,6 +37,10 @@ class _Progress:
     backwards: int = 0
     held: dict[int, tuple[int, int]] = field(default_factory=dict)
 
+    def begun(self, stage: StageMoments) -> bool:
+        """Whether gradients of weights have been made."""
+        return self.backwards > 0 or (stage.fused and self.inputs > 0)
+
 
 class RankMemory:
     """The memory of one pipeline rank: at rest on every tier, and at the largest moment of a step.
@@ -78,7 +82,7 @@ class RankMemory:
             stage, mine = self._moments[index], progress[index]
             mine.held.setdefault(microbatch, (0, 0))
             base = self._beside(progress, total, index, microbatch)
-            earlier, last = mine.backwards > 0, mine.backwards == total[index] - 1
+            earlier, last = mine.begun(stage), mine.backwards == total[index] - 1
             key = (kind, index, mine.forwards == 0, earlier, last, base)
             if key not in seen:
                 seen.add(key)
@@ -100,8 +104,8 @@ class RankMemory:
             held = [both for key, both in other.held.items() if (index, key) != (current, microbatch)]
             parts.append(Moment("", 0, 0, 0, sum(both[0] for both in held), sum(both[1] for both in held)))
             if index != current:
-                begun, ended = other.forwards > 0, other.backwards == total[index]
-                parts.append(self._moments[index].idle(begun=begun, ended=ended, earlier=other.backwards > 0))
+                stage, begun, ended = self._moments[index], other.forwards > 0, other.backwards == total[index]
+                parts.append(stage.idle(begun=begun, ended=ended, earlier=other.begun(stage)))
         return _sum("", parts)
 
     @staticmethod
@@ -110,6 +114,7 @@ class RankMemory:
             mine.forwards += 1
             mine.held[microbatch] = stage.kept
         elif kind == "backward-input":
+            mine.inputs += 1
             mine.held[microbatch] = stage.waiting, 0
         else:
             mine.backwards += 1

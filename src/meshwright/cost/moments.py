@@ -71,6 +71,8 @@ class StageMoments:
         self.kept = self._kept[-1], self._batch * logits
         weights = [self._waiting(block, index) for index, block in enumerate(self.layers)]
         self._weights = weights
+        #: Whether an input half makes gradients of weights: a block that recomputes runs both halves at once.
+        self.fused = any(self._policy(index) != "none" for index in range(len(self.layers)))
         #: Activations that wait from the input half of a backward to its weight half.
         self.waiting = sum(weights) + sum(self._waiting(block, None) for block in self._head)
         self._step_gather = strategy.zero < 3 or strategy.gather == "step"
@@ -89,6 +91,8 @@ class StageMoments:
         return before, after
 
     def _waiting(self, block: BlockSpec, index: int | None) -> int:
+        if index is not None and self._policy(index) != "none":
+            return 0
         if block.waiting_bytes:
             return self._batch * block.waiting_bytes
         return self._batch * _saved(block, "none" if index is None else self._policy(index))
@@ -113,28 +117,31 @@ class StageMoments:
         if half == "weight":
             yield from self._weight_half(earlier=earlier, last=last)
             return
-        kept, waits = self.kept[0], half == "input"
+        kept, split = self.kept[0], half == "input"
         entering = self._batch * sum(block.backward_extra_bytes for block in self._head)
-        state = (earlier, last, waits)
-        yield self._at(None, "enter", kept, entering, state)
-        behind = sum(self._waiting(block, None) for block in self._head) if waits else 0
+        yield self._at(None, "enter", kept, entering, (earlier, last, split))
+        behind = sum(self._waiting(block, None) for block in self._head) if split else 0
         for index in range(len(self.layers) - 1, -1, -1):
             block, unit = self.layers[index], self._unit(index)
+            waits = split and self._policy(index) == "none"
+            state = (earlier, last, waits)
             base = self._before[index] + self._batch * block.backward_extra_bytes + behind
             yield self._at(unit, "enter", base + self._batch * _alive(block, self._policy(index)), 0, state)
-            behind += self._weights[index] if waits else 0
+            behind += self._weights[index] if split else 0
             if index % self._step == 0:
                 yield self._at(unit, "leave", base, 0, state)
                 if not waits:
                     yield self._at(unit, "reduce", base, 0, state)
         entering = self._before[0] + self._batch * sum(block.backward_extra_bytes for block in self._entrance)
-        yield self._at(0, "leave", entering + behind, 0, state)
-        if not waits:
-            yield self._at(0, "reduce", entering, 0, state)
+        yield self._at(0, "leave", entering + behind, 0, (earlier, last, split))
+        if not split:
+            yield self._at(0, "reduce", entering, 0, (earlier, last, split))
 
     def _weight_half(self, *, earlier: bool, last: bool) -> Iterator[Moment]:
         waiting = self.waiting
         for index in range(len(self.layers) - 1, -1, -1):
+            if self._policy(index) != "none":
+                continue
             unit = self._unit(index)
             yield self._at(unit, "enter", waiting, 0, (earlier, last, False))
             waiting -= self._weights[index]
