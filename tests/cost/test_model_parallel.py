@@ -93,3 +93,18 @@ def test_every_schedule_ends_with_the_same_gradients(schedule: str) -> None:
             assert last.phase == "optimizer"
             assert last.gradients == rank.parameters
             assert last.activations == last.logits == 0
+
+
+@pytest.mark.parametrize("pipeline", ["pp=1", "pp=4 schedule=1f1b", "pp=4 schedule=gpipe"])
+def test_activations_on_the_host_leave_two_layers_on_the_device(pipeline: str) -> None:
+    here, away = memory(LLAMA, pipeline), memory(LLAMA, f"{pipeline} offload.activations=host")
+    layer = read_config(LLAMA).at(Layout(sequence=256, compute_dtype="bfloat16")).layers[0].saved_bytes["none"]
+    for index, (before, after) in enumerate(zip(here, away, strict=True)):
+        layers = 8 // len(here)
+        flight = {"pp=1": 1, "pp=4 schedule=1f1b": 4 - index, "pp=4 schedule=gpipe": 16}[pipeline]
+        assert before.host == 0
+        assert after.host == flight * layers * layer
+        most = max(moment.activations for moment in after.moments())
+        assert most < max(moment.activations for moment in before.moments()) or layers * flight <= 2
+        if 0 < index < len(here) - 1:
+            assert 2 * layer <= most < 3 * layer

@@ -147,7 +147,7 @@ def _rank(
         "logits": moment.logits,
     }
     tensors = sum(in_step.values())
-    overhead = overhead_bytes(cluster.device_kind, strategy, tensors, convention)
+    overhead = overhead_bytes(cluster.device_kind, strategy, tensors, convention, unit_bytes=rank.largest_unit)
     kinds = [block.name for stage in rank.stages for block in stage.blocks if block.kind != "layer"]
     return RankEstimate(
         rank=index,

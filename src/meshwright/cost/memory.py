@@ -49,6 +49,7 @@ class RankMemory:
         stages: the stages that this rank holds, in forward order.
         parameters, optimizer: bytes at rest on the device; of the parameters, `cut_parameters` are shares of a group.
         host, disk: bytes on those tiers.
+        largest_unit: bytes of the largest ZeRO unit but the root unit, in the compute dtype.
     """
 
     def __init__(self, stages: tuple[Stage, ...], moments: dict[int, StageMoments], actions: Actions) -> None:
@@ -59,8 +60,20 @@ class RankMemory:
         self.cut_parameters = sum(state.parameters for state in states if state.cut)
         self.optimizer = sum(state.optimizer for state in states)
         self.padding = sum(state.padding for state in states)
-        self.host = sum(state.elsewhere("host") for state in states)
+        self.host = sum(state.elsewhere("host") for state in states) + self._sent()
+        self.largest_unit = max((stage.largest_unit for stage in moments.values()), default=0)
         self.disk = sum(state.elsewhere("disk") for state in states)
+
+    def _sent(self) -> int:
+        """Bytes of activations on the host, at most: those of the microbatches in flight."""
+        if not any(stage.sent for stage in self._moments.values()):
+            return 0
+        held = most = 0
+        for kind, stage, _ in self._actions:
+            if kind != "backward-weight":
+                held += self._moments[stage].sent * (1 if kind == "forward" else -1)
+            most = max(most, held)
+        return most
 
     @cached_property
     def peak(self) -> Moment:

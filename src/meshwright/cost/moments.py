@@ -65,30 +65,45 @@ class StageMoments:
         # tied weight waits inside autograd for its second part.
         self._early_root = self._c * sum(block.trained_parameters for block in self._head)
         self._early_tied = self._c * sum(block.tied_parameters for block in self._head)
+        self._away = strategy.offload.activations == "host"
         self._before, self._kept = self._activations(stage)
-        logits = sum(block.output_bytes for block in self._head) + stage.loss_bytes
-        #: Activations and logits that a forward leaves behind until its backward.
-        self.kept = self._kept[-1], self._batch * logits
+        logits = self._batch * (sum(block.output_bytes for block in self._head) + stage.loss_bytes)
+        #: Activations that a forward sends to the host, for each microbatch in flight.
+        self.sent = self._layers_saved(range(len(self.layers))) if self._away else 0
+        #: Activations and logits at the end of a forward, and what of them is left behind until the backward.
+        self._full = self._kept[-1], logits
+        self.kept = self._kept[-1] - (self._layers_saved(self._near(len(self.layers))) if self._away else 0), logits
         weights = [self._waiting(block, index) for index, block in enumerate(self.layers)]
         self._weights = weights
         #: Whether an input half makes gradients of weights: a block that recomputes runs both halves at once.
         self.fused = any(self._policy(index) != "none" for index in range(len(self.layers)))
         #: Activations that wait from the input half of a backward to its weight half.
         self.waiting = sum(weights) + sum(self._waiting(block, None) for block in self._head)
+        self.largest_unit = self._c * max(self.states.wholes[1:], default=0)
         self._step_gather = strategy.zero < 3 or strategy.gather == "step"
         self._end_reduce = strategy.zero < 2 or strategy.reduce != "microbatch"
 
     def _activations(self, stage: Stage) -> tuple[list[int], list[int]]:
-        """Bytes kept before each layer, and after each (the last entry: after the head too)."""
-        kept = self._batch * sum(_saved(block, "none") for block in self._entrance)
-        kept += sum(block.fixed_bytes for block in stage.blocks)
+        """Bytes kept before each layer, and after each (the last entry: after the head too).
+
+        Where activations go to the host, those of two layers are here: one is worked on, one is on its way.
+        """
+        around = self._batch * sum(_saved(block, "none") for block in self._entrance)
+        around += sum(block.fixed_bytes for block in stage.blocks)
         before, after = [], []
-        for index, block in enumerate(self.layers):
-            before.append(kept)
-            kept += self._batch * _saved(block, self._policy(index))
-            after.append(kept)
-        after[-1:] = [after[-1], kept + self._batch * sum(_saved(block, "none") for block in self._head)]
+        for index in range(len(self.layers)):
+            before.append(around + self._layers_saved(self._near(index)[-1:] if self._away else range(index)))
+            after.append(around + self._layers_saved(self._near(index + 1)))
+        head = self._batch * sum(_saved(block, "none") for block in self._head)
+        after[-1:] = [after[-1], after[-1] + head]
         return before, after
+
+    def _near(self, stop: int) -> range:
+        """The layers before `stop` whose kept activations are on the device."""
+        return range(max(0, stop - 2), stop) if self._away else range(stop)
+
+    def _layers_saved(self, layers: range) -> int:
+        return self._batch * sum(_saved(self.layers[index], self._policy(index)) for index in layers)
 
     def _waiting(self, block: BlockSpec, index: int | None) -> int:
         if index is not None and self._policy(index) != "none":
@@ -104,7 +119,7 @@ class StageMoments:
                 gathered = self._gathered(self._unit(index), forward=True, edge=first)
                 yield Moment("forward", 0, 0, gathered, self._kept[index] + self._batch * block.output_bytes, 0)
         yield Moment(
-            "loss" if self._head else "forward", 0, 0, self._gathered(None, forward=True, edge=first), *self.kept
+            "loss" if self._head else "forward", 0, 0, self._gathered(None, forward=True, edge=first), *self._full
         )
 
     def backward(self, *, earlier: bool, last: bool, half: str = "") -> Iterator[Moment]:
@@ -117,7 +132,7 @@ class StageMoments:
         if half == "weight":
             yield from self._weight_half(earlier=earlier, last=last)
             return
-        kept, split = self.kept[0], half == "input"
+        kept, split = self._full[0], half == "input"
         entering = self._batch * sum(block.backward_extra_bytes for block in self._head)
         yield self._at(None, "enter", kept, entering, (earlier, last, split))
         behind = sum(self._waiting(block, None) for block in self._head) if split else 0

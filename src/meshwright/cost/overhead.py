@@ -35,12 +35,19 @@ def communicators(strategy: Strategy) -> int:
 
 
 def overhead_bytes(
-    device_kind: str, strategy: Strategy, tensor_bytes: int, convention: Convention | None = None
+    device_kind: str,
+    strategy: Strategy,
+    tensor_bytes: int,
+    convention: Convention | None = None,
+    *,
+    unit_bytes: int = 0,
 ) -> dict[str, int]:
-    """Bytes besides tensors, by what takes them: `framework`, `communicators`, `allocator`.
+    """Bytes besides tensors, by what takes them: `framework`, `communicators`, `collectives`, `allocator`.
 
     Args:
         tensor_bytes: the peak of tensors, of which the allocator's gaps are a share.
+        unit_bytes: the largest ZeRO unit in the compute dtype. An accelerator's gather writes into a buffer of its own,
+            which its stream may hold until a later one is done: one for each gather in flight.
         convention: what another stack takes; its process's bytes hold its communicators.
     """
     each = _COMMUNICATOR_BYTES.get(device_kind, _ACCELERATOR_COMMUNICATOR_BYTES)
@@ -49,4 +56,10 @@ def overhead_bytes(
     if convention is not None:
         gaps = gaps if convention.gaps is None else convention.gaps
         process, joined = (process, joined) if convention.process_bytes is None else (convention.process_bytes, 0)
-    return {"framework": process, "communicators": joined, "allocator": int(gaps * tensor_bytes)}
+    in_flight = 0 if device_kind == "cpu" or strategy.zero < 3 else (1 + strategy.prefetch) * unit_bytes
+    return {
+        "framework": process,
+        "communicators": joined,
+        "collectives": in_flight,
+        "allocator": int(gaps * tensor_bytes),
+    }
