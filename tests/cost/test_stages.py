@@ -216,3 +216,15 @@ def test_more_ranks_than_devices_are_refused() -> None:
     model = describe(DecoderShape(), sequence=8, compute_dtype="float32")
     with pytest.raises(ConfigError, match="16 ranks"):
         estimate(model, gpus(8), Job(global_batch=16, sequence=8), Strategy(dp=16))
+
+
+def test_A8_every_gather_in_flight_has_a_buffer_of_its_own() -> None:
+    """Peak memory was much above that of the live parameters: buffers of collectives were held by their stream."""
+    model = flat_model(root=4096, layer=10**6, layers=8)
+    job = Job(global_batch=8, compute_dtype="bfloat16")
+    for ahead in (0, 1, 3):
+        found = estimate(model, gpus(8), job, Strategy(dp=8, zero=3, prefetch=ahead))
+        assert found.worst.overhead["collectives"] == (1 + ahead) * 2 * 10**6
+    assert estimate(model, gpus(8), job, Strategy(dp=8, zero=1)).worst.overhead["collectives"] == 0
+    cpu = Cluster(name="cores", nodes=(NodeGroup(devices=8, device=Device(name="core", memory_bytes=GIB)),))
+    assert estimate(model, cpu, job, Strategy(dp=8, zero=3)).worst.overhead["collectives"] == 0

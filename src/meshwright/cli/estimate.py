@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
@@ -10,7 +11,9 @@ __all__ = ["estimate"]
 
 
 def estimate(
-    model: Annotated[str, typer.Argument(help="A known model's name (llama-3-70b), or a config.json.")],
+    model: Annotated[
+        str, typer.Argument(help="A known model (llama-3-70b), a config.json, or package.module:function.")
+    ],
     global_batch: Annotated[int, typer.Option(help="Sequences per optimizer step.")],
     seq: Annotated[int, typer.Option(help="Tokens per sequence.")],
     cluster: Annotated[
@@ -30,12 +33,18 @@ def estimate(
     from meshwright.spec import Layout, job_for, parse_strategy
     from meshwright.spec.catalogue import find_model
     from meshwright.spec.clusters import parse_cluster
+    from meshwright.spec.families import Described
 
     machines = parse_cluster(cluster)
     chosen = parse_strategy(strategy)
     job = job_for(machines, global_batch=global_batch, sequence=seq, changes=set_ or ())
-    described = find_model(model)
-    whole = described.at(Layout(sequence=seq)).parameters
+    if re.fullmatch(r"[\w.]+:[\w.]+", model):
+        from meshwright.measure import named_module
+
+        described: Described = named_module(model, sequence=seq)
+    else:
+        described = find_model(model)
+    whole = described.at(Layout(sequence=seq, compute_dtype=job.compute_dtype)).parameters
     found = price_memory(described.at(Layout.of(job, chosen)), machines, job, chosen, model_parameters=whole)
     if json:
         import sys

@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.errors import ConfigError
 from meshwright.runtime.init import meta_parameters
 
-__all__ = ["ModelLike", "load_function", "load_model"]
+__all__ = ["ModelLike", "load_built", "load_function", "load_model"]
 
 ModelLike = nn.Module | Callable[[], nn.Module] | str
 
@@ -75,6 +75,15 @@ def load_model(model: ModelLike) -> nn.Module:
     if not isinstance(built, nn.Module):
         raise ConfigError(f"the model builder returned a {type(built).__name__}", fix="return an nn.Module from it")
     return built
+
+
+def load_built(text: str) -> Any:
+    """What the function that the text names returns, with parameters on the meta device.
+
+    Raises:
+        ConfigError: there is no such function, or it wants arguments.
+    """
+    return _built(load_function(text))
 
 
 def _built(build: Callable[[], Any]) -> Any:
