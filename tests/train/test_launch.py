@@ -201,7 +201,9 @@ def test_G6_resume_on_another_number_of_ranks_skips_a_half_written_checkpoint(co
     assert [line["step"] for line in metrics(copied / "run")] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_B5_a_new_run_leaves_an_old_one_alone_and_its_plan_can_be_launched_as_it_is(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_B5_a_new_run_leaves_an_old_one_alone_and_its_plan_is_launched_again(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched: list[str] = []
 
     def launch(arguments: list[str], **_: object) -> bool:
