@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from meshwright.cost.memory import CATEGORIES, RankMemory, StepMemory
+from meshwright.cost.memory import RankMemory, StepMemory
 from meshwright.cost.overhead import overhead_bytes
-from meshwright.cost.states import shard_group
 from meshwright.errors import ConfigError
 from meshwright.spec import Cluster, Job, ModelSpec, Strategy
 from meshwright.spec.conventions import Convention, on_accelerator
@@ -115,9 +114,6 @@ def estimate(
     memory = StepMemory(model, job, strategy, convention)
     ranks = tuple(_rank(index, rank, cluster, strategy, convention) for index, rank in enumerate(memory.ranks))
     worst = memory.ranks[max(range(len(ranks)), key=lambda index: ranks[index].total_bytes)]
-    divides = dict.fromkeys(CATEGORIES, 0)
-    if shard_group(strategy) > 1:
-        divides |= {"optimizer": worst.optimizer, "gradients": worst.peak.reduced, "parameters": worst.cut_parameters}
     hosts = [group.host_memory_bytes for group in cluster.nodes if group.host_memory_bytes is not None]
     per_node = min(max(group.devices for group in cluster.nodes), strategy.world_size)
     return Estimate(
@@ -130,7 +126,7 @@ def estimate(
         device_bytes=min(group.device.memory_bytes for group in cluster.nodes),
         host_usable_bytes=int(min(hosts) * cluster.memory_fraction) if hosts else None,
         host_needed_bytes=per_node * max(rank.host for rank in memory.ranks),
-        divides=divides,
+        divides=worst.divided,
         notes=(model.source,) if model.source else (),
     )
 
@@ -138,14 +134,7 @@ def estimate(
 def _rank(
     index: int, rank: RankMemory, cluster: Cluster, strategy: Strategy, convention: Convention | None
 ) -> RankEstimate:
-    moment = rank.peak
-    at_rest = dict.fromkeys(CATEGORIES, 0) | {"parameters": rank.parameters, "optimizer": rank.optimizer}
-    in_step = at_rest | {
-        "gradients": moment.gradients,
-        "gathered": moment.gathered,
-        "activations": moment.activations,
-        "logits": moment.logits,
-    }
+    in_step = rank.in_step
     tensors = sum(in_step.values())
     overhead = overhead_bytes(cluster.device_kind, strategy, tensors, convention, unit_bytes=rank.largest_unit)
     kinds = [block.name for stage in rank.stages for block in stage.blocks if block.kind != "layer"]
@@ -153,9 +142,9 @@ def _rank(
         rank=index,
         layers=tuple(sum(block.kind == "layer" for block in stage.blocks) for stage in rank.stages),
         holds=tuple(kinds),
-        at_rest=at_rest,
+        at_rest=rank.at_rest,
         in_step=in_step,
-        phase=moment.phase,
+        phase=rank.peak.phase,
         overhead=overhead,
         host_bytes=rank.host,
         disk_bytes=rank.disk,

@@ -85,6 +85,25 @@ class RankMemory:
         """Bytes of tensors at the largest moment."""
         return self.parameters + self.optimizer + self.peak.total
 
+    @property
+    def at_rest(self) -> dict[str, int]:
+        """Bytes on the device between steps, by category."""
+        return dict.fromkeys(CATEGORIES, 0) | {"parameters": self.parameters, "optimizer": self.optimizer}
+
+    @property
+    def in_step(self) -> dict[str, int]:
+        """Bytes on the device at the largest moment, by category."""
+        moving = {name: getattr(self.peak, name) for name in ("gradients", "gathered", "activations", "logits")}
+        return self.at_rest | moving
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """The part of `in_step` that the shard group divides: a larger one makes it smaller."""
+        if not any(stage.states.sharded for stage in self._moments.values()):
+            return dict.fromkeys(CATEGORIES, 0)
+        cut = {"parameters": self.cut_parameters, "optimizer": self.optimizer, "gradients": self.peak.reduced}
+        return dict.fromkeys(CATEGORIES, 0) | cut
+
     def moments(self) -> Iterator[Moment]:
         """Every moment of a step that differs from those before it."""
         order = list(self._actions)

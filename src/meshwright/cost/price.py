@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from meshwright.cost.communication import count_collectives
-from meshwright.cost.memory import CATEGORIES, StepMemory
-from meshwright.cost.states import shard_group
+from meshwright.cost.memory import StepMemory
 from meshwright.spec import Cost, Job, ModelSpec, Strategy
 
 __all__ = ["price"]
@@ -23,25 +22,14 @@ def price(model: ModelSpec, job: Job, strategy: Strategy) -> Cost:
     """
     memory = StepMemory(model, job, strategy)
     worst = memory.worst
-    moment = worst.peak
-    at_rest = dict.fromkeys(CATEGORIES, 0) | {"parameters": worst.parameters, "optimizer": worst.optimizer}
-    in_step = at_rest | {
-        "gradients": moment.gradients,
-        "gathered": moment.gathered,
-        "activations": moment.activations,
-        "logits": moment.logits,
-    }
-    divided = dict.fromkeys(CATEGORIES, 0)
-    if shard_group(strategy) > 1:
-        divided |= {"parameters": worst.cut_parameters, "optimizer": worst.optimizer, "gradients": moment.reduced}
     counts, volume = count_collectives(model, job, strategy, memory)
     return Cost(
-        at_rest=at_rest,
-        in_step=in_step,
-        divided=divided,
+        at_rest=worst.at_rest,
+        in_step=worst.in_step,
+        divided=worst.divided,
         padding_bytes=worst.padding,
-        peak_bytes=sum(in_step.values()),
-        phase=moment.phase,
+        peak_bytes=worst.peak_bytes,
+        phase=worst.peak.phase,
         collectives=counts,
         collective_bytes=volume,
     )
