@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,11 +79,14 @@ def strategy_of(row: Row) -> Strategy:
 class Unseen(nn.Module):
     """A model of no known family: blocks with a side input, a gate and a norm, between two projections."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, frozen: bool = False) -> None:
         super().__init__()
         self.enter = nn.Linear(24, 96)
         self.blocks = nn.ModuleList(UnseenBlock() for _ in range(LAYERS))
         self.leave = nn.Linear(96, 7)
+        if frozen:
+            for block in self.blocks:
+                block.up.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.enter(x)
@@ -107,10 +111,12 @@ def squares(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def described(name: str, tied: bool, compute: str) -> ModelSpec:
-    if name == "unseen":
+    if name in ("unseen", "frozen"):
         example = torch.zeros(2, SEQUENCE, 24)
         targets = torch.zeros(2, SEQUENCE, 7)
-        return trace(Unseen, example, loss=squares, targets=targets, compute_dtype=compute, kernels="cpu")  # type: ignore[arg-type]
+        return trace(
+            partial(build, name, tied), example, loss=squares, targets=targets, compute_dtype=compute, kernels="cpu"
+        )  # type: ignore[arg-type]
     layout = Layout(sequence=SEQUENCE, compute_dtype=compute)  # type: ignore[arg-type]
     if name == "decoder":
         shape = DecoderShape(**DECODER, tie_word_embeddings=tied)
@@ -120,8 +126,8 @@ def described(name: str, tied: bool, compute: str) -> ModelSpec:
 
 
 def build(name: str, tied: bool) -> nn.Module:
-    if name == "unseen":
-        return Unseen()
+    if name in ("unseen", "frozen"):
+        return Unseen(frozen=name == "frozen")
     if name == "decoder":
         return Decoder(DecoderConfig(**DECODER, tie_word_embeddings=tied))
     import transformers
@@ -137,7 +143,7 @@ def _count(name: str, tied: bool, job: Job, strategy: Strategy) -> tuple[dict[st
 
     Of two steps the least is taken: a thread of gloo may hold a buffer a moment longer.
     """
-    loss: Any = {"decoder": token_loss, "unseen": squares}.get(name) or loss_of(name)
+    loss: Any = {"decoder": token_loss, "unseen": squares, "frozen": squares}.get(name) or loss_of(name)
     engine = Engine(
         lambda: build(name, tied),
         loss,
@@ -149,7 +155,7 @@ def _count(name: str, tied: bool, job: Job, strategy: Strategy) -> tuple[dict[st
     shape = (job.global_batch, job.sequence)
     tokens = torch.randint(0, 101, shape, generator=torch.Generator().manual_seed(0))
     batch: Any = (tokens, tokens) if name == "decoder" else {"input_ids": tokens, "labels": tokens}
-    if name == "unseen":
+    if name in ("unseen", "frozen"):
         batch = torch.zeros(*shape, 24), torch.zeros(*shape, 7)
     engine.step(batch)
     reports = [engine.step(batch) for _ in range(2)]
@@ -179,7 +185,7 @@ def compare(row: Row) -> None:
     found = counted["gathered"], counted["gradients"], counted["activations"]
     largest = counted["total"]
     # Of the global batch a microbatch is a view: all of it is alive, and its own rows are priced already.
-    token = 4 * (24 + 7) if row["model"] == "unseen" else 8
+    token = 4 * (24 + 7) if row["model"] in ("unseen", "frozen") else 8
     batch = token * SEQUENCE * (job.global_batch - row["microbatch"])
     for moment in near:
         expected = moment.gathered, moment.gradients, moment.activations + moment.logits + batch
@@ -201,6 +207,12 @@ def test_predicted_memory_and_collectives_are_the_counted_ones(row: Row) -> None
 def test_B6_a_model_that_nobody_saw_before_is_priced_from_its_trace(world: int, zero: int, compute: str) -> None:
     """Search scripts carried hand-profiled constants of one model. Here nothing is known but the module itself."""
     row = {"model": "unseen", "world": world, "zero": zero, "shard": 0, "compute": compute, "recompute": "none"}
+    compare(row | {"accumulation": 2, "microbatch": 2, "prefetch": 0, "unit_blocks": 1, "tied": False})
+
+
+@pytest.mark.parametrize(("world", "zero"), [(1, 0), (2, 3)])
+def test_frozen_parameters_have_no_gradients_and_no_states(world: int, zero: int) -> None:
+    row = {"model": "frozen", "world": world, "zero": zero, "shard": 0, "compute": "float32", "recompute": "none"}
     compare(row | {"accumulation": 2, "microbatch": 2, "prefetch": 0, "unit_blocks": 1, "tied": False})
 
 
