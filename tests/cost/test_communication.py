@@ -49,6 +49,18 @@ def test_bytes_are_those_of_whole_messages(compute: Dtype, c: int) -> None:
     }
 
 
+def test_ranks_of_context_parallelism_sum_gradients_and_share_states() -> None:
+    model = flat_model(root=4, layer=8, layers=LAYERS)
+    job, units = Job(global_batch=3), 1 + LAYERS
+
+    def counts(zero: int) -> dict[str, int]:
+        return price(model, job, Strategy(cp=2, zero=zero)).collectives
+
+    assert counts(0) == {"all_reduce": units, "statistics": 1}
+    assert counts(1) == {"all_gather": units, "reduce_scatter": units, "statistics": 1}
+    assert counts(3) == {"all_gather": 2 * 3 * units, "reduce_scatter": 3 * units, "statistics": 1}
+
+
 def test_bytes_hold_the_padding() -> None:
     model = flat_model(root=5, layer=7, layers=2)
     cost = price(model, Job(global_batch=2), Strategy(dp=2, zero=1))

@@ -115,6 +115,7 @@ def test_activations_are_named_when_they_are_what_is_too_much(config: str) -> No
         (("llama-2-7b", "--cluster", "8xH100", "--strategy", "pp=3 schedule=1f1b stages=1,2,3", *SIZES), "32"),
         (("llama-2-7b", "--cluster", "8xH100", "--global-batch", "0", "--seq", "2048"), "global_batch"),
         (("llama-2-7b", "--cluster", "8xH100", "--strategy", "dp=8", "--global-batch", "9", "--seq", "8"), "8 or 16"),
+        (("mixtral-8x7b", "--cluster", "8xH100", "--strategy", "ep=8", *SIZES), "ep=8 does not divide the 1 ranks"),
         (("llama-2-7b", "--cluster", "8xH100", *SIZES, "--set", "train.steps=3"), "train.steps"),
         (("llama-2-7b", "--cluster", "8xH100", *SIZES, "--set", "job.compute_dtype=int8"), "int8"),
     ],

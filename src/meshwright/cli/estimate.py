@@ -41,10 +41,10 @@ def estimate(
     if re.fullmatch(r"[\w.]+:[\w.]+", model):
         from meshwright.measure import named_module
 
-        described: Described = named_module(model, sequence=seq)
+        described: Described = named_module(model, sequence=job.sequence)
     else:
         described = find_model(model)
-    whole = described.at(Layout(sequence=seq, compute_dtype=job.compute_dtype)).parameters
+    whole = described.at(Layout(sequence=job.sequence, compute_dtype=job.compute_dtype)).parameters
     found = price_memory(described.at(Layout.of(job, chosen)), machines, job, chosen, model_parameters=whole)
     if json:
         import sys

@@ -6,6 +6,7 @@ from collections import Counter
 from functools import lru_cache
 
 from meshwright.cost.memory import RankMemory, StepMemory
+from meshwright.cost.states import shard_group
 from meshwright.schedule import make_schedule
 from meshwright.spec import DTYPE_BYTES, Job, ModelSpec, Strategy
 
@@ -33,12 +34,13 @@ def count_collectives(
         pipelining `send` and `receive`; and those of model parallelism by dimension and kind, such as `tp_all_reduce`.
     """
     index = max(range(len(memory.ranks)), key=lambda rank: memory.ranks[rank].peak_bytes) if strategy.pp > 1 else 0
+    replicated = strategy.dp * strategy.cp  # ranks whose gradients are summed
     played = _played(
         strategy.schedule,
         strategy.pp,
         memory.microbatches,
         strategy.virtual_stages,
-        (strategy.zero, 2 if strategy.shard > 1 else 1, 2 if strategy.dp > 1 else 1, strategy.gather, strategy.reduce),
+        (strategy.zero, 1 + (shard_group(strategy) > 1), 1 + (replicated > 1), strategy.gather, strategy.reduce),
     )[index]
     totals: Counts = Counter(), Counter()
     rank = memory.ranks[index]

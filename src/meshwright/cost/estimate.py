@@ -54,6 +54,8 @@ class Estimate:
     device_bytes: int
     host_usable_bytes: int | None
     host_needed_bytes: int
+    disk_usable_bytes: int | None = None
+    disk_needed_bytes: int = 0
     divides: dict[str, int]
     notes: tuple[str, ...] = field(default=())
 
@@ -73,9 +75,14 @@ class Estimate:
         return self.host_needed_bytes - self.host_usable_bytes if self.host_usable_bytes is not None else 0
 
     @property
+    def disk_short_bytes(self) -> int:
+        """Bytes that a node's disk is short of; negative or 0 when it is enough or not known."""
+        return self.disk_needed_bytes - self.disk_usable_bytes if self.disk_usable_bytes is not None else 0
+
+    @property
     def fits(self) -> bool:
-        """Whether every device and every host has room."""
-        return self.short_bytes <= 0 and self.host_short_bytes <= 0
+        """Whether every device, every host and every disk has room."""
+        return max(self.short_bytes, self.host_short_bytes, self.disk_short_bytes) <= 0
 
     @property
     def states_bytes(self) -> int:
@@ -100,7 +107,8 @@ def estimate(
         model_parameters: those of the whole model, where `model` is the part of a tensor- or expert-parallel rank.
 
     Raises:
-        ConfigError: the strategy needs more ranks than there are devices, or does not fit the model or the batch.
+        ConfigError: the strategy needs more ranks than there are devices, lays experts over ranks that it does not
+            have, or does not fit the model or the batch.
         UnsupportedCombination: its schedule is not defined for these numbers of stages and microbatches.
     """
     if strategy.world_size > cluster.devices:
@@ -109,13 +117,23 @@ def estimate(
             why="dp x tp x pp x cp ranks run, each on a device of its own",
             fix=f"use {cluster.devices} ranks or fewer, or a larger cluster",
         )
+    if strategy.world_size // strategy.pp % strategy.ep:
+        raise ConfigError(
+            f"ep={strategy.ep} does not divide the {strategy.world_size // strategy.pp} ranks of a pipeline stage",
+            why="experts are laid over the dp x cp x tp ranks of a stage",
+            fix=f"set dp to a multiple of {strategy.ep}, or ep to a number that divides dp x cp x tp",
+        )
     if cluster.device_kind != "cpu":
         convention = on_accelerator(convention)
     memory = StepMemory(model, job, strategy, convention)
     ranks = tuple(_rank(index, rank, cluster, strategy, convention) for index, rank in enumerate(memory.ranks))
     worst = memory.ranks[max(range(len(ranks)), key=lambda index: ranks[index].total_bytes)]
     hosts = [group.host_memory_bytes for group in cluster.nodes if group.host_memory_bytes is not None]
+    disks = [group.disk_bytes for group in cluster.nodes if group.disk_bytes is not None]
     per_node = min(max(group.devices for group in cluster.nodes), strategy.world_size)
+    host = max(rank.host for rank in memory.ranks)
+    if host and cluster.device_kind == "cpu":  # the devices' memory is the host's
+        host += max(rank.total_bytes for rank in ranks)
     return Estimate(
         model=model.name,
         parameters=model_parameters or sum(stage.parameters for stage in memory.stages),
@@ -125,7 +143,9 @@ def estimate(
         usable_bytes=cluster.usable_bytes,
         device_bytes=min(group.device.memory_bytes for group in cluster.nodes),
         host_usable_bytes=int(min(hosts) * cluster.memory_fraction) if hosts else None,
-        host_needed_bytes=per_node * max(rank.host for rank in memory.ranks),
+        host_needed_bytes=per_node * host,
+        disk_usable_bytes=min(disks) if disks else None,
+        disk_needed_bytes=per_node * max(rank.disk for rank in memory.ranks),
         divides=worst.divided,
         notes=(model.source,) if model.source else (),
     )

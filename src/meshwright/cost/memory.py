@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import chain
+from typing import NamedTuple
 
 from meshwright.cost.held import adapted, stage_moments
 from meshwright.cost.moments import Moment, StageMoments
@@ -18,6 +20,10 @@ __all__ = ["CATEGORIES", "RankMemory", "StepMemory", "recomputed_blocks"]
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits")
 
+#: Schedules that hold every microbatch of a step at once. The others repeat themselves: after so many microbatches a
+#: stage no moment is new.
+_ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
+_STEADY = 4
 #: Actions of one rank in order: kind, stage, microbatch.
 Actions = Iterable[tuple[str, int, int]]
 
@@ -40,6 +46,16 @@ class _Progress:
     def begun(self, stage: StageMoments) -> bool:
         """Whether gradients of weights have been made."""
         return self.backwards > 0 or (stage.fused and self.inputs > 0)
+
+
+class _Situation(NamedTuple):
+    """All on which the moments inside an action depend: the action, and how far its stage is."""
+
+    kind: str
+    stage: int
+    first: bool
+    earlier: bool
+    last: bool
 
 
 class RankMemory:
@@ -78,7 +94,14 @@ class RankMemory:
     @cached_property
     def peak(self) -> Moment:
         """The moment with the most bytes; the first one of equals."""
-        return max(self.moments(), key=lambda moment: moment.total)
+        # Of actions that differ only in what lies beside them, the one with the most beside it is enough.
+        fullest: dict[_Situation, Moment] = {}
+        for situation, beside in self._situations():
+            if situation not in fullest or beside.total > fullest[situation].total:
+                fullest.pop(situation, None)  # put back behind the others: they stay in the order of the step
+                fullest[situation] = beside
+        inside = (moment.plus(beside) for situation, beside in fullest.items() for moment in self._inside(situation))
+        return max(chain(inside, [self._ending()]), key=lambda moment: moment.total)
 
     @property
     def peak_bytes(self) -> int:
@@ -106,39 +129,53 @@ class RankMemory:
 
     def moments(self) -> Iterator[Moment]:
         """Every moment of a step that differs from those before it."""
+        seen = set()
+        for both in self._situations():
+            if both not in seen:
+                seen.add(both)
+                yield from (moment.plus(both[1]) for moment in self._inside(both[0]))
+        yield self._ending()
+
+    def _situations(self) -> Iterator[tuple[_Situation, Moment]]:
+        """Every action in order, and what is there besides: other microbatches of its stage, and the other stages."""
         order = list(self._actions)
         total = Counter(stage for kind, stage, _ in order if kind == "forward")
         progress = {stage: _Progress() for stage in self._moments}
-        seen: set[tuple[object, ...]] = set()
+        states = dict.fromkeys(self._moments, (False, False, False))
+        idle = {index: stage.idle(begun=False, ended=False, earlier=False) for index, stage in self._moments.items()}
+        others: dict[int, Moment] = {}  # by stage: what the other stages hold, until one of them changes
+        activations = logits = 0  # of all microbatches in flight
         for kind, index, microbatch in order:
             stage, mine = self._moments[index], progress[index]
-            mine.held.setdefault(microbatch, (0, 0))
-            base = self._beside(progress, total, index, microbatch)
-            earlier, last = mine.begun(stage), mine.backwards == total[index] - 1
-            key = (kind, index, mine.forwards == 0, earlier, last, base)
-            if key not in seen:
-                seen.add(key)
-                if kind == "forward":
-                    inside = stage.forward(first=mine.forwards == 0)
-                    base = base.plus(_gradients(stage.idle(begun=False, ended=False, earlier=earlier)))
-                else:
-                    half = {"backward-input": "input", "backward-weight": "weight"}.get(kind, "")
-                    inside = stage.backward(earlier=earlier, last=last, half=half)
-                yield from (moment.plus(base) for moment in inside)
+            own = mine.held.pop(microbatch, (0, 0))
+            activations, logits = activations - own[0], logits - own[1]
+            if index not in others:
+                others[index] = _sum("", (other for number, other in idle.items() if number != index))
+            beside = others[index]._replace(activations=activations, logits=logits)
+            last = mine.backwards == total[index] - 1
+            yield _Situation(kind, index, mine.forwards == 0, mine.begun(stage), last), beside
             self._advance(kind, stage, mine, microbatch)
-        ending = [stage.optimizer() for stage in self._moments.values()]
-        yield _sum("optimizer", ending)
+            own = mine.held.get(microbatch, (0, 0))
+            activations, logits = activations + own[0], logits + own[1]
+            state = mine.forwards > 0, mine.backwards == total[index], mine.begun(stage)
+            if state != states[index]:
+                states[index] = state
+                idle[index] = stage.idle(begun=state[0], ended=state[1], earlier=state[2])
+                others.clear()
 
-    def _beside(self, progress: dict[int, _Progress], total: Counter[int], current: int, microbatch: int) -> Moment:
-        """What is there besides the current action: other microbatches of its stage, and the other stages."""
-        parts = []
-        for index, other in progress.items():
-            held = [both for key, both in other.held.items() if (index, key) != (current, microbatch)]
-            parts.append(Moment("", 0, 0, 0, sum(both[0] for both in held), sum(both[1] for both in held)))
-            if index != current:
-                stage, begun, ended = self._moments[index], other.forwards > 0, other.backwards == total[index]
-                parts.append(stage.idle(begun=begun, ended=ended, earlier=other.begun(stage)))
-        return _sum("", parts)
+    def _inside(self, situation: _Situation) -> Iterator[Moment]:
+        kind, index, first, earlier, last = situation
+        stage = self._moments[index]
+        if kind == "forward":
+            waiting = stage.idle(begun=False, ended=False, earlier=earlier)
+            beside = Moment("", waiting.gradients, waiting.reduced, 0, 0, 0)
+            yield from (moment.plus(beside) for moment in stage.forward(first=first))
+        else:
+            half = {"backward-input": "input", "backward-weight": "weight"}.get(kind, "")
+            yield from stage.backward(earlier=earlier, last=last, half=half)
+
+    def _ending(self) -> Moment:
+        return _sum("optimizer", [stage.optimizer() for stage in self._moments.values()])
 
     @staticmethod
     def _advance(kind: str, stage: StageMoments, mine: _Progress, microbatch: int) -> None:
@@ -150,7 +187,6 @@ class RankMemory:
             mine.held[microbatch] = stage.waiting, 0
         else:
             mine.backwards += 1
-            del mine.held[microbatch]
 
 
 class StepMemory:
@@ -198,7 +234,10 @@ def _by_rank(strategy: Strategy, microbatches: int) -> Iterator[tuple[list[int],
         few = range(min(microbatches, 3))
         yield [0], [(kind, 0, k) for k in few for kind in ("forward", "backward")]
         return
-    for order in _orders(strategy.schedule, strategy.pp, microbatches, strategy.virtual_stages):
+    steady = _STEADY * strategy.pp * strategy.virtual_stages
+    if strategy.schedule in _ALL_IN_FLIGHT or microbatches % strategy.pp:
+        steady = microbatches
+    for order in _orders(strategy.schedule, strategy.pp, min(microbatches, steady), strategy.virtual_stages):
         yield sorted({stage for _, stage, _ in order}), order
 
 
@@ -207,10 +246,6 @@ def _orders(name: str, ranks: int, microbatches: int, virtual: int) -> tuple[tup
     """The compute actions of each rank: kind, stage, microbatch."""
     orders = compute_orders(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual)
     return tuple(tuple((action.kind, action.stage, action.microbatch) for action in actions) for actions in orders)
-
-
-def _gradients(moment: Moment) -> Moment:
-    return Moment("", moment.gradients, moment.reduced, 0, 0, 0)
 
 
 def _sum(phase: str, parts: Iterable[Moment]) -> Moment:

@@ -80,8 +80,14 @@ class StageMoments:
         #: Activations that wait from the input half of a backward to its weight half.
         self.waiting = sum(weights) + sum(self._waiting(block, None) for block in self._head)
         self.largest_unit = self._c * max(self.states.wholes[1:], default=0)
+        whole, offload = strategy.zero < 3 or not self.states.sharded, strategy.offload
+        #: Whether whole compute copies are what rests on the device.
+        self._copies_rest = whole and offload.parameters == "device" and offload.optimizer != "device"
         self._step_gather = strategy.zero < 3 or strategy.gather == "step"
-        self._end_reduce = strategy.zero < 2 or strategy.reduce != "microbatch"
+        window = strategy.reduce == "window" and strategy.pp > 1
+        self._end_reduce = strategy.zero < 2 or window
+        #: Whether shards of an earlier window lie beside this window's whole gradients (a window is pp microbatches).
+        self._windows = window and strategy.microbatches(job.global_batch) > strategy.pp + 1
 
     def _activations(self, stage: Stage) -> tuple[list[int], list[int]]:
         """Bytes kept before each layer, and after each (the last entry: after the head too).
@@ -185,7 +191,7 @@ class StageMoments:
             return Moment("idle", self._s * self.states.train.all, 0, self._copies(), 0, 0)
         if not self._step_gather:
             gathered = 0
-        reduced = self._shards() if earlier and (ended or not self._end_reduce) else 0
+        reduced = self._shards() if earlier and (ended or not self._end_reduce or self._windows) else 0
         whole = self._r * self.states.make.all if self._end_reduce and earlier and not ended else 0
         return Moment("idle", whole + reduced, reduced, gathered, 0, 0)
 
@@ -210,9 +216,9 @@ class StageMoments:
         return self._strategy.recompute if layer < self._recomputed else "none"
 
     def _copies(self) -> int:
-        """Compute copies of whole parameters where they are narrower than the stored (which may rest elsewhere)."""
-        at_rest = self._strategy.offload.optimizer != "device" and self._strategy.zero < 3
-        return self._c * self.states.whole.all if self._c < self._s and not at_rest else 0
+        """Compute copies of whole parameters, where the stored are wider or rest elsewhere."""
+        needed = self._c < self._s or self._strategy.offload.parameters != "device"
+        return self._c * self.states.whole.all if needed and not self._copies_rest else 0
 
     def _shards(self) -> int:
         """Reduced gradients that stay on the device; they leave it with the optimizer."""
@@ -226,8 +232,8 @@ class StageMoments:
         states, c = self.states, self._c
         if not states.sharded:
             return self._copies()
-        if self._strategy.offload.optimizer != "device" and self._strategy.zero < 3:
-            return 0  # whole compute copies are what rests
+        if self._copies_rest:
+            return 0
         stop = 0 if unit is None else unit if done else unit + 1
         if not self._step_gather and self._strategy.gather == "unit":
             if unit is None or unit == 0:
@@ -266,11 +272,13 @@ class StageMoments:
             return before + early + here, 0
         if moment == "leave" and c == r:
             made = 0  # added in place to what is there
+        shards = self._shards() if self._windows else 0
         if not last or unit is None:
-            return r * states.make.all + made, 0
+            return r * states.make.all + made + shards, shards
+        shards = max(shards, self._s * after)
         if moment == "reduce":
-            return r * states.make.to(unit) + buffers + self._s * after, self._s * after
-        return r * states.make.to(unit + 1) + made + self._s * after, self._s * after
+            return r * states.make.to(unit) + buffers + shards, shards
+        return r * states.make.to(unit + 1) + made + shards, shards
 
 
 def _saved(block: BlockSpec, policy: str) -> int:

@@ -11,6 +11,8 @@ from meshwright.spec import BlockSpec, ModelSpec, Strategy
 
 __all__ = ["Stage", "cut", "even_layers"]
 
+_FOLDED = ("zb-v", "dualpipev")
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -58,15 +60,15 @@ def cut(model: ModelSpec, strategy: Strategy) -> tuple[Stage, ...]:
             why="every stage needs a layer (pp x virtual_stages stages)",
             fix=f"set pp x virtual_stages to {layers} or less",
         )
-    first = next(i for i, block in enumerate(model.blocks) if block.kind == "layer")
-    last = max(i for i, block in enumerate(model.blocks) if block.kind == "layer")
-    ends = [first + sum(sizes[: stage + 1]) for stage in range(count)]
-    ends[-1] = last + 1
-    starts = [first, *ends[:-1]]
+    places = [index for index, block in enumerate(model.blocks) if block.kind == "layer"]
+    starts = [0, *(places[sum(sizes[:stage])] for stage in range(1, count))]
+    ends = [*starts[1:], len(model.blocks)]
     stages = []
     for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        blocks = model.blocks[0 if index == 0 else start : len(model.blocks) if index == count - 1 else end]
-        own, copied = _with_copies(blocks, model) if count > 1 else (tuple(blocks), 0)
+        blocks = model.blocks[start:end]
+        # A schedule that is laid out as a V has its first and its last stage on one rank: it needs no copy.
+        apart = count > 1 and not (strategy.schedule in _FOLDED and index == count - 1)
+        own, copied = _with_copies(blocks, model) if apart else (tuple(blocks), 0)
         stages.append(Stage(index, own, model.loss_bytes if index == count - 1 else 0, copied))
     return tuple(stages)
 

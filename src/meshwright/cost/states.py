@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -60,7 +61,7 @@ class States:
         self.shares, self.wholes = summed(trained=False, whole=False), summed(trained=False, whole=True)
         self.trained, self.reduced = summed(trained=True, whole=False), summed(trained=True, whole=True)
         self.made = [sum(block.trained_parameters for block in unit) for unit in units]
-        self.largest = [max((math.prod(t) for block in unit for t in block.tensors), default=0) for unit in units]
+        self.largest = [max((_largest(block) for block in unit), default=0) for unit in units]
         self.share, self.whole, self.make = Sums(self.shares), Sums(self.wholes), Sums(self.made)
         self.train = Sums(self.trained)
         self._s, self._c = DTYPE_BYTES[job.param_dtype], DTYPE_BYTES[job.compute_dtype]
@@ -96,8 +97,9 @@ class States:
             held += (self._s + self._states) * self.train.all + self._s * self.train.all
         if self._offload.parameters == tier and self._offload.optimizer != tier:
             held += (self._c if self._offload.optimizer != "device" else self._s) * self.share.all
-        elif self._offload.parameters == tier and self._c < self._s:
-            held += self._c * self.share.all
+        elif self._offload.parameters == tier:
+            # Stored weights lie there already, but for frozen ones.
+            held += self._c * (self.share.all - (0 if self._c < self._s else self.train.all))
         return held
 
 
@@ -111,6 +113,12 @@ def _size(block: BlockSpec, group: int, experts: int, trained: bool, whole: bool
         return group * share
     alone = BlockSpec.share(_experts_only(block), experts, trained=trained)
     return group * (share - alone) + experts * alone
+
+
+def _largest(block: BlockSpec) -> int:
+    """Elements of the largest tensor that gets a gradient."""
+    trained = Counter(block.tensors) - Counter(block.frozen) if block.frozen else block.tensors
+    return max((math.prod(shape) for shape in trained), default=0)
 
 
 def _experts_only(block: BlockSpec) -> BlockSpec:

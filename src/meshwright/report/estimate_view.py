@@ -163,16 +163,19 @@ def _verdict(found: Estimate) -> Iterator[Text]:
         f"model states {show_bytes(found.states_bytes)}, of which the shard group divides {show_bytes(divided)}; "
         f"activations and logits {show_bytes(other)}, which ZeRO cannot divide"
     )
-    if found.host_needed_bytes:
-        known = found.host_usable_bytes
-        told = f"{show_bytes(known)} usable" if known is not None else "its memory is not known"
-        yield Text(f"host memory of a node: {show_bytes(found.host_needed_bytes)} needed, {told}")
-    if found.host_short_bytes > 0:
-        yield Text.assemble(
-            ("does not fit  ", "bold red"),
-            f"a node's host memory is short of {show_bytes(found.host_short_bytes)}: use offload to disk, or fewer "
-            "ranks a node",
-        )
+    yield from _tier("host memory", found.host_needed_bytes, found.host_usable_bytes, "use offload to disk, or")
+    yield from _tier("disk", found.disk_needed_bytes, found.disk_usable_bytes, "use")
+
+
+def _tier(name: str, needed: int, usable: int | None, fix: str) -> Iterator[Text]:
+    """What a node needs of a memory tier besides its devices."""
+    if not needed:
+        return
+    told = f"{show_bytes(usable)} usable" if usable is not None else "its size is not known"
+    yield Text(f"{name} of a node: {show_bytes(needed)} needed, {told}")
+    if usable is not None and needed > usable:
+        short = f"the {name} of a node is short of {show_bytes(needed - usable)}: {fix} fewer ranks a node"
+        yield Text.assemble(("does not fit  ", "bold red"), short)
 
 
 def _largest(found: Estimate) -> Iterator[Text]:
