@@ -67,7 +67,7 @@ def test_A12_a_plan_on_paper_needs_no_weights_no_gpu_and_no_torch(config: str) -
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == "False", "torch was imported"
-    for word in ("6,738,415,616 parameters", "parameters", "activations", "logits", "overhead", "fits", "usable"):
+    for word in ("6,738,415,616 parameters", "params", "acts", "logits", "other", "fits", "8 of 8 devices"):
         assert word in done.stdout
     assert "\u2588" in done.stdout, "a bar for each rank"
 
@@ -98,7 +98,7 @@ def test_activations_are_named_when_they_are_what_is_too_much(config: str) -> No
     strategy = ("--strategy", "dp=8 zero=3 microbatch=8")
     done = command(config, "--cluster", "8xA100-40GB", *strategy, *SIZES)
     assert "most of it is activations" in done.stdout
-    assert "ZeRO does not divide" in done.stdout.replace("\n", " ")
+    assert "ZeRO does not help" in done.stdout.replace("\n", " ")
 
 
 @pytest.mark.parametrize(

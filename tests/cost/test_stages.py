@@ -10,7 +10,7 @@ import pytest
 from meshwright.cost import StepMemory, cut, estimate
 from meshwright.cost.stages import even_layers
 from meshwright.errors import ConfigError
-from meshwright.spec import Cluster, DecoderShape, Device, Job, NodeGroup, Offload, Strategy, describe
+from meshwright.spec import BlockSpec, Cluster, DecoderShape, Device, Job, NodeGroup, Offload, Strategy, describe
 from tests.cost.flat import flat_model
 
 GIB = 2**30
@@ -293,3 +293,37 @@ def test_a_disk_can_be_too_small() -> None:
         found = estimate(model, Cluster(name="gpus", nodes=(node,)), job, strategy)
         assert found.disk_needed_bytes == 16 * 10**9
         assert found.fits is fits
+
+
+def test_unequal_nodes_are_taken_from_the_largest_devices_on() -> None:
+    large, small = (Device(name=f"{gib}", kind="cuda", memory_bytes=gib * GIB) for gib in (96, 24))
+    cluster = Cluster(name="mixed", nodes=(NodeGroup(devices=4, device=small), NodeGroup(devices=8, device=large)))
+    model = flat_model(root=0, layer=10**8, layers=10)
+    job = Job(global_batch=12, compute_dtype="bfloat16")
+    assert estimate(model, cluster, job, Strategy(dp=4)).device_bytes == 96 * GIB
+    assert estimate(model, cluster, job, Strategy(dp=12)).device_bytes == 24 * GIB
+
+
+def test_no_more_units_are_in_flight_than_there_are() -> None:
+    model = flat_model(root=4096, layer=10**6, layers=8)
+    job = Job(global_batch=8, compute_dtype="bfloat16")
+    found = [estimate(model, gpus(8), job, Strategy(dp=8, zero=3, prefetch=n)).worst for n in (7, 1000)]
+    assert found[0].total_bytes == found[1].total_bytes
+
+
+def test_experts_are_not_padded_up_to_the_ranks() -> None:
+    """Eight stacked experts over 128 ranks: cut on the second dim, not padded to 128 experts."""
+    block = BlockSpec(
+        name="layers.0",
+        kind="layer",
+        parameters=8 * 28672 * 64,
+        tensors=((8, 28672, 64),),
+        experts=((8, 28672, 64),),
+        forward_flops=0,
+        moved_bytes=0,
+        saved_bytes={"none": 0},
+        output_bytes=0,
+    )
+    assert block.share(128) == 8 * 28672 * 64 // 128
+    assert block.share(4) == 2 * 28672 * 64
+    assert block.share(5) == 2 * 28672 * 64, "neither dim divides: two of ten, two of them empty"

@@ -48,6 +48,13 @@ class Estimate:
     model: str
     parameters: int
     strategy: str
+    cluster: str
+    devices: int
+    world_size: int
+    global_batch: int
+    sequence: int
+    compute_dtype: str
+    stack: str
     microbatches: int
     ranks: tuple[RankEstimate, ...]
     usable_bytes: int
@@ -129,6 +136,7 @@ def estimate(
     ranks = tuple(_rank(index, rank, cluster, strategy, convention) for index, rank in enumerate(memory.ranks))
     worst = memory.ranks[max(range(len(ranks)), key=lambda index: ranks[index].total_bytes)]
     hosts = [group.host_memory_bytes for group in cluster.nodes if group.host_memory_bytes is not None]
+    device_bytes = _smallest_used(cluster, strategy.world_size)
     disks = [group.disk_bytes for group in cluster.nodes if group.disk_bytes is not None]
     per_node = min(max(group.devices for group in cluster.nodes), strategy.world_size)
     host = max(rank.host for rank in memory.ranks)
@@ -138,10 +146,17 @@ def estimate(
         model=model.name,
         parameters=model_parameters or sum(stage.parameters for stage in memory.stages),
         strategy=str(strategy),
+        cluster=cluster.name,
+        devices=cluster.devices,
+        world_size=strategy.world_size,
+        global_batch=job.global_batch,
+        sequence=job.sequence,
+        compute_dtype=job.compute_dtype,
+        stack=job.stack,
         microbatches=memory.microbatches,
         ranks=ranks,
-        usable_bytes=cluster.usable_bytes,
-        device_bytes=min(group.device.memory_bytes for group in cluster.nodes),
+        usable_bytes=int(device_bytes * cluster.memory_fraction),
+        device_bytes=device_bytes,
         host_usable_bytes=int(min(hosts) * cluster.memory_fraction) if hosts else None,
         host_needed_bytes=per_node * host,
         disk_usable_bytes=min(disks) if disks else None,
@@ -151,12 +166,23 @@ def estimate(
     )
 
 
+def _smallest_used(cluster: Cluster, ranks: int) -> int:
+    """Memory of the smallest device that is needed: those with the most memory are taken first."""
+    for group in sorted(cluster.nodes, key=lambda group: -group.device.memory_bytes):
+        ranks -= group.count * group.devices
+        if ranks <= 0:
+            break
+    return group.device.memory_bytes
+
+
 def _rank(
     index: int, rank: RankMemory, cluster: Cluster, strategy: Strategy, convention: Convention | None
 ) -> RankEstimate:
     in_step = rank.in_step
     tensors = sum(in_step.values())
-    overhead = overhead_bytes(cluster.device_kind, strategy, tensors, convention, unit_bytes=rank.largest_unit)
+    overhead = overhead_bytes(
+        cluster.device_kind, strategy, tensors, convention, units=rank.gathers_in_flight, unit_bytes=rank.largest_unit
+    )
     kinds = [block.name for stage in rank.stages for block in stage.blocks if block.kind != "layer"]
     return RankEstimate(
         rank=index,

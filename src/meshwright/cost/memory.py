@@ -66,6 +66,7 @@ class RankMemory:
         parameters, optimizer: bytes at rest on the device; of the parameters, `cut_parameters` are shares of a group.
         host, disk: bytes on those tiers.
         largest_unit: bytes of the largest ZeRO unit but the root unit, in the compute dtype.
+        gathers_in_flight: units that ZeRO-3 gathers at once at most.
     """
 
     def __init__(self, stages: tuple[Stage, ...], moments: dict[int, StageMoments], actions: Actions) -> None:
@@ -78,6 +79,7 @@ class RankMemory:
         self.padding = sum(state.padding for state in states)
         self.host = sum(state.elsewhere("host") for state in states) + self._sent()
         self.largest_unit = max((stage.largest_unit for stage in moments.values()), default=0)
+        self.gathers_in_flight = max((stage.gathers_in_flight for stage in moments.values()), default=0)
         self.disk = sum(state.elsewhere("disk") for state in states)
 
     def _sent(self) -> int:

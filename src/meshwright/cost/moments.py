@@ -80,6 +80,8 @@ class StageMoments:
         #: Activations that wait from the input half of a backward to its weight half.
         self.waiting = sum(weights) + sum(self._waiting(block, None) for block in self._head)
         self.largest_unit = self._c * max(self.states.wholes[1:], default=0)
+        units = len(self.states.wholes) - 1
+        self.gathers_in_flight = min(1 + strategy.prefetch, units) if strategy.zero == 3 else 0
         whole, offload = strategy.zero < 3 or not self.states.sharded, strategy.offload
         #: Whether whole compute copies are what rests on the device.
         self._copies_rest = whole and offload.parameters == "device" and offload.optimizer != "device"

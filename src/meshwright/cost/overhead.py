@@ -40,14 +40,15 @@ def overhead_bytes(
     tensor_bytes: int,
     convention: Convention | None = None,
     *,
+    units: int = 0,
     unit_bytes: int = 0,
 ) -> dict[str, int]:
     """Bytes besides tensors, by what takes them: `framework`, `communicators`, `collectives`, `allocator`.
 
     Args:
         tensor_bytes: the peak of tensors, of which the allocator's gaps are a share.
-        unit_bytes: the largest ZeRO unit in the compute dtype. An accelerator's gather writes into a buffer of its own,
-            which its stream may hold until a later one is done: one for each gather in flight.
+        units, unit_bytes: gathers in flight, and the largest ZeRO unit in the compute dtype. An accelerator's gather
+            writes into a buffer of its own, which its stream may hold until a later one is done.
         convention: what another stack takes; its process's bytes hold its communicators.
     """
     each = _COMMUNICATOR_BYTES.get(device_kind, _ACCELERATOR_COMMUNICATOR_BYTES)
@@ -56,7 +57,7 @@ def overhead_bytes(
     if convention is not None:
         gaps = gaps if convention.gaps is None else convention.gaps
         process, joined = (process, joined) if convention.process_bytes is None else (convention.process_bytes, 0)
-    in_flight = 0 if device_kind == "cpu" or strategy.zero < 3 else (1 + strategy.prefetch) * unit_bytes
+    in_flight = 0 if device_kind == "cpu" else units * unit_bytes
     return {
         "framework": process,
         "communicators": joined,

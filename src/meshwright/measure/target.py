@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.runtime.init import meta_parameters
 
 __all__ = ["ModelLike", "load_built", "load_function", "load_model"]
@@ -83,7 +83,14 @@ def load_built(text: str) -> Any:
     Raises:
         ConfigError: there is no such function, or it wants arguments.
     """
-    return _built(load_function(text))
+    try:
+        return _built(load_function(text))
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{text} failed", why=f"{type(error).__name__}: {error}", fix="let the function build the model by itself"
+        ) from error
 
 
 def _built(build: Callable[[], Any]) -> Any:

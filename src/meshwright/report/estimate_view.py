@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.cost import CATEGORIES, Estimate, RankEstimate
+from meshwright.report.plan_view import HEADERS
 from meshwright.report.style import Scale, numbers
 from meshwright.spec.units import show_bytes
 
@@ -24,15 +25,16 @@ _COLORS = {
     "logits": "red",
     "overhead": "bright_black",
 }
+_SHORT = HEADERS | {"overhead": "other"}
 #: What makes each category smaller.
 _REMEDIES = {
-    "parameters": "zero=3, a larger shard group, tp or pp",
-    "gradients": "zero=2, a larger shard group, tp or pp",
-    "optimizer": "zero=1, a larger shard group, or offload.optimizer=host",
-    "gathered": "zero=3, fewer unit_blocks, less prefetch, tp or pp",
-    "activations": "recompute=full, a smaller microbatch, tp with sequence_parallel, or cp (ZeRO does not divide them)",
-    "logits": "a smaller microbatch, tp (it divides the vocabulary) or a fused loss (ZeRO does not divide them)",
-    "overhead": "fewer mesh dimensions (fewer communicators)",
+    "parameters": ("zero=3", "a larger shard group", "tp", "pp"),
+    "gradients": ("zero=2", "a larger shard group", "tp", "pp"),
+    "optimizer": ("zero=1", "a larger shard group", "offload.optimizer=host"),
+    "gathered": ("zero=3", "gather=unit", "fewer unit_blocks", "less prefetch", "tp", "pp"),
+    "activations": ("recompute=full", "a smaller microbatch", "tp with sequence_parallel", "cp (ZeRO does not help)"),
+    "logits": ("a smaller microbatch", "tp (it divides the vocabulary)", "a fused loss (ZeRO does not help)"),
+    "overhead": ("less prefetch", "fewer mesh dimensions (fewer communicators)"),
 }
 
 
@@ -56,31 +58,33 @@ def _heading(found: Estimate) -> Text:
         (found.model, "bold cyan"),
         f", {found.parameters:,} parameters\n",
         (found.strategy, "cyan"),
-        f"\n{found.microbatches} microbatches a step",
+        f"\n{found.microbatches} {'microbatch' if found.microbatches == 1 else 'microbatches'} a step",
     )
     if len(found.ranks) > 1:
         parts.append(f", {len(found.ranks)} pipeline ranks")
-    parts.append("\n")
+    parts.append(
+        f"\n{found.cluster}: {found.world_size} of {found.devices} devices; global batch {found.global_batch}, "
+        f"sequences of {found.sequence} tokens, {found.compute_dtype}, {found.stack} kernels\n"
+    )
     return parts
 
 
 def _columns(table: Table) -> None:
+    table.padding = (0, 1, 0, 0)  # ten columns on a terminal of 80
     table.add_column("rank", justify="right")
     table.add_column("layers", justify="right")
     for category in (*CATEGORIES, "overhead", "total"):
-        table.add_column(
-            category, justify="right", style="bold" if category == "total" else _COLORS.get(category, ""), no_wrap=True
-        )
+        style = "bold" if category == "total" else _COLORS.get(category, "")
+        table.add_column(_SHORT.get(category, category), justify="right", style=style, no_wrap=True)
 
 
 def _table(found: Estimate, scale: Scale) -> Table:
     table = numbers(f"In step, at the largest moment of each rank ({scale.unit})")
     _columns(table)
-    table.add_column("moment")
     for first, last, rank in _runs(found.ranks):
         cells = [scale.show(rank.in_step[name]) for name in CATEGORIES]
         extra = scale.show(sum(rank.overhead.values()))
-        table.add_row(_name(first, last), _layers(rank), *cells, extra, scale.show(rank.total_bytes), rank.phase)
+        table.add_row(_name(first, last), _layers(rank), *cells, extra, scale.show(rank.total_bytes))
     return table
 
 
@@ -183,4 +187,9 @@ def _largest(found: Estimate) -> Iterator[Text]:
     sizes = {**worst.in_step, "overhead": sum(worst.overhead.values())}
     name = max(sizes, key=lambda category: sizes[category])
     share = 100 * sizes[name] / worst.total_bytes
-    yield Text(f"most of it is {name}: {show_bytes(sizes[name])} ({share:.0f}%); smaller with {_REMEDIES[name]}")
+    words = found.strategy.split()
+    done = {word for word in words if word.startswith(("zero=", "recompute=", "offload."))}
+    fixes = [fix for fix in _REMEDIES[name] if fix.split(",")[0] not in done and (fix != "zero=1" or "zero=0" in words)]
+    fixes = [fix for fix in fixes if fix != "zero=2" or not {"zero=2", "zero=3"} & done]
+    size = f"{show_bytes(sizes[name])} ({share:.0f}%, {worst.phase})"
+    yield Text(f"most of it is {name}: {size}; smaller with {', '.join(fixes)}")

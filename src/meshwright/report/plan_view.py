@@ -13,9 +13,10 @@ from meshwright.report.style import Scale, numbers, totals
 from meshwright.spec import Plan
 from meshwright.spec.units import show_bytes
 
-__all__ = ["plan_view"]
+__all__ = ["HEADERS", "plan_view"]
 
-_HEADERS = {
+#: Categories of memory as narrow columns.
+HEADERS = {
     "parameters": "params",
     "gradients": "grads",
     "optimizer": "optim",
@@ -63,7 +64,7 @@ def _candidates(plan: Plan) -> Table:
     table = numbers(f"Memory in step of one rank ({scale.unit}), and collectives a step")
     table.add_column("", justify="right")
     for category in CATEGORIES:
-        table.add_column(_HEADERS[category], justify="right")
+        table.add_column(HEADERS[category], justify="right")
     table.add_column("total", justify="right", style="bold")
     table.add_column("collectives", justify="right")
     for index, (memory, collectives) in enumerate(rows):

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.runtime._torch import gathered_storages, unsharded_gradient_storages, use_explicit_gathers
 from meshwright.runtime.collectives import CountedAllGather, CountedReduceScatter, Traffic
 from meshwright.runtime.tensors import map_tensors
 from meshwright.runtime.units import Unit
 from meshwright.runtime.zero import Zero
+from meshwright.spec import shard_dim
 
 __all__ = ["Shards"]
 
@@ -50,7 +51,13 @@ class Shards(Zero):
             reduce_dtype=reduce_dtype if reduce_dtype != compute_dtype else None,
             cast_forward_inputs=False,
         )
-        options = {"mesh": mesh, "reshard_after_forward": zero == 3, "mp_policy": policy}
+        group = mesh.size(mesh.ndim - 1)
+        options = {
+            "mesh": mesh,
+            "reshard_after_forward": zero == 3,
+            "mp_policy": policy,
+            "shard_placement_fn": lambda parameter: Shard(shard_dim(tuple(parameter.shape), group)),
+        }
         nested = [unit for unit in units if unit.modules != (model,)]
         for module in {model, *(module for unit in nested for module in unit.modules)}:
             module.register_forward_hook(_without_views)

@@ -6,7 +6,7 @@ from meshwright.spec.job import DTYPE_BYTES, Job, OptimizerSpec
 from meshwright.spec.job_for import job_for
 from meshwright.spec.layout import Attention, Layout
 from meshwright.spec.machine import this_machine
-from meshwright.spec.model import BlockCollective, BlockSpec, ModelSpec
+from meshwright.spec.model import BlockCollective, BlockSpec, ModelSpec, shard_dim
 from meshwright.spec.plan import PLAN_FORMAT, Cost, Plan, Provenance, Rejected, RunnerUp
 from meshwright.spec.strategy import Offload, Strategy
 from meshwright.spec.support import is_executable, require_executable
@@ -41,5 +41,6 @@ __all__ = [
     "parse_assignments",
     "parse_strategy",
     "require_executable",
+    "shard_dim",
     "this_machine",
 ]

@@ -21,7 +21,7 @@ def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
         ConfigError: it is none of them.
     """
     if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
+        near = difflib.get_close_matches(str(value).lower(), choices, n=1)
         raise ConfigError(
             f"{name}={value} is not known",
             why=f"it is one of {', '.join(choices)}",

@@ -36,6 +36,13 @@ def job_for(cluster: Cluster, *, global_batch: int, sequence: int, changes: Sequ
                 why="only the keys of [job] matter here",
                 fix="write for example --set job.compute_dtype=float32",
             )
+        given = {"job.global_batch": global_batch, "job.sequence": sequence}.get(assignment.key)
+        if given is not None and assignment.value != given:
+            raise ConfigError(
+                f"--set {assignment} contradicts the {given} that was given before",
+                why="one value is given in two ways",
+                fix="leave one of them out",
+            )
     apply_assignments(table, assignments)
     return from_table(Job, table["job"], "job")
 

@@ -11,7 +11,17 @@ from typing import Literal
 from meshwright.errors import ConfigError
 from meshwright.spec.layout import Layout
 
-__all__ = ["BlockCollective", "BlockSpec", "ModelSpec"]
+__all__ = ["BlockCollective", "BlockSpec", "ModelSpec", "shard_dim"]
+
+
+def shard_dim(shape: tuple[int, ...], group: int) -> int:
+    """The dim on which ZeRO cuts a tensor over a shard group: the first.
+
+    A stack of matrices (experts) with a number that the group does not divide is cut on the second dim where that one
+    divides: padding a few experts up to many ranks would multiply them.
+    """
+    stacked = len(shape) >= 3 and shape[0] % group != 0 and shape[1] % group == 0
+    return 1 if stacked else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +48,7 @@ class BlockSpec:
 
     `parameters` counts elements that this block owns on this rank (a tied weight belongs to the first block that uses
     it); `tied_parameters` counts those it uses but another block owns. `tensors` lists the shapes of the owned
-    parameters: sharding cuts each on dim 0, so that padding is exact; without it the block is taken as one flat tensor.
+    parameters: sharding cuts each by itself, so that padding is exact; without it the block is one flat tensor.
     `frozen` and `experts` are those of the tensors that get no gradient, and those that expert parallelism lays over
     ranks (ZeRO shards them over a group that is smaller by the factor ep); both are listed in `tensors` too.
     `forward_flops` counts two per multiply-add of matrix products and of attention over all S x S pairs;
@@ -91,7 +101,8 @@ class BlockSpec:
     def share(self, group: int, *, expert_group: int = 0, trained: bool = False) -> int:
         """Elements of this block that each rank of a shard group stores, padding included.
 
-        Each tensor is cut on dim 0 into `group` equal pieces, the last ones padded (`torch.chunk`, as `fully_shard`).
+        Each tensor is cut (`shard_dim`) into `group` equal pieces, the last ones padded (`torch.chunk`, as
+        `fully_shard`).
 
         Args:
             group: ranks over which a tensor is cut.
@@ -119,9 +130,12 @@ def _share(
     plain -= laid + (without - laid)
     laid -= without
     cuts = ((plain, group), (laid, expert_group))
-    return sum(
-        count * -(-shape[0] // ranks) * math.prod(shape[1:]) for held, ranks in cuts for shape, count in held.items()
-    )
+    return sum(count * _part(shape, ranks) for held, ranks in cuts for shape, count in held.items())
+
+
+def _part(shape: tuple[int, ...], ranks: int) -> int:
+    dim = shard_dim(shape, ranks)
+    return -(-shape[dim] // ranks) * (math.prod(shape) // max(shape[dim], 1))
 
 
 @dataclass(frozen=True, kw_only=True)

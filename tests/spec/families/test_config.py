@@ -174,3 +174,19 @@ def test_reading_a_config_needs_no_torch() -> None:
         "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_sizes_that_a_file_leaves_to_its_class_are_told() -> None:
+    whole = read_config(LLAMA).at(Layout(sequence=8)).source
+    assert "not in the file" not in whole
+    for key in ("num_hidden_layers", "intermediate_size", "vocab_size"):
+        table = {name: value for name, value in LLAMA.items() if name != key}
+        told = read_config(table).at(Layout(sequence=8)).source
+        assert f"not in the file, so as its class has it: {key}=" in told
+
+
+def test_absurd_files_are_one_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="is not JSON"):
+        read_config(tmp_path)
+    assert "num_hidden_layers=10000000" in refusal(LLAMA | {"num_hidden_layers": 10_000_000}).what

@@ -95,7 +95,7 @@ def _load(path: Path) -> tuple[Mapping[str, Any], str]:
         raise ConfigError(
             f"{file} cannot be read", why=error.strerror or str(error), fix="give a config.json or its folder"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not JSON", why=str(error), fix="give a Hugging Face config.json") from error
     if not isinstance(table, Mapping):
         raise ConfigError(

@@ -29,6 +29,13 @@ _HARMLESS = """
     unsloth_fixed keys_to_ignore_at_inference _commit_hash classifier_dropout
 """
 
+#: Sizes that are told when a file leaves them to the class's defaults.
+_SIZES = {
+    *("hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "n_layers", "num_attention_heads", "n_head"),
+    *("n_heads", "num_key_value_heads", "intermediate_size", "ffn_dim", "expansion_ratio", "vocab_size"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+}
+_MOST_LAYERS = 100_000
 _CAUSAL, _CLASSES, _BODY = ("ForCausalLM", "LMHeadModel"), "ForSequenceClassification", ("Model", "TextModel")
 
 
@@ -42,6 +49,7 @@ class Keys:
     def __init__(self, table: Mapping[str, Any], *, name: str, family: str, prefix: str) -> None:
         self._table, self._family, self._prefix = table, family, prefix
         self._read: set[str] = set()
+        self._assumed: dict[str, int] = {}
         self.name = name
 
     def _find(self, names: Sequence[str]) -> tuple[str, Any, bool]:
@@ -62,6 +70,8 @@ class Keys:
         """A whole number of at least `least`; `null` stands for null where that is allowed."""
         name, value, there = self._find(names)
         if not there:
+            if name in _SIZES:
+                self._assumed[name] = default
             return default
         if value is None and null is not None:
             return null
@@ -70,6 +80,10 @@ class Keys:
                 f"{name}={value!r} is not a whole number of {least} or more",
                 f"{name} is a size of the model",
                 f"write a number, for example {name}={default or null or least}",
+            )
+        if "layer" in name and value > _MOST_LAYERS:
+            raise self._wrong(
+                f"{name}={value} is more than {_MOST_LAYERS:,}", "no model is that deep", "write the number of layers"
             )
         return value
 
@@ -231,6 +245,9 @@ class Keys:
         if quantised:
             method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else "unknown"
             text += f"; its quantised weights ({method}) are counted unquantised, as training needs them"
+        if self._assumed:
+            told = ", ".join(f"{name}={value}" for name, value in self._assumed.items())
+            text += f"; not in the file, so as its class has it: {told}"
         return text
 
     def finish(self) -> None:
