@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import Counter
 from typing import get_args
@@ -118,3 +119,11 @@ def test_what_is_in_flight_after_the_input_half_is_counted_if_asked() -> None:
     schedule = make_schedule("zb-h1", ranks=4, microbatches=8)
     assert [rank.peak for rank in in_flight(schedule)] == [4, 4, 4, 4]
     assert [rank.peak for rank in in_flight(schedule, until="backward-input")] == [4, 3, 2, 1]
+
+
+def test_the_collector_is_on_again_whatever_happens() -> None:
+    make_schedule("1f1b", ranks=2, microbatches=2)
+    assert gc.isenabled()
+    with pytest.raises(UnsupportedCombination):
+        make_schedule("dualpipev", ranks=4, microbatches=3)
+    assert gc.isenabled()

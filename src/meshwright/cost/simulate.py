@@ -30,6 +30,7 @@ from typing import Literal
 
 from meshwright.errors import ConfigError, PlanError
 from meshwright.schedule import COMPUTE, Action, InFlight, Kind, Schedule, in_flight
+from meshwright.schedule.collector import collector_paused
 from meshwright.spec import Link
 
 __all__ = ["Durations", "Span", "Timeline", "simulate"]
@@ -92,6 +93,7 @@ class Timeline:
             yield Span(action=action, start_s=start, end_s=end, row=row)
 
 
+@collector_paused()
 def simulate(
     schedule: Schedule,
     durations: Durations,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import ConfigError, UnsupportedCombination
 from meshwright.schedule.action import Schedule
+from meshwright.schedule.collector import collector_paused
 from meshwright.schedule.orders import (
     Orders,
     gpipe,
@@ -51,6 +52,7 @@ _SHAPES: dict[str, _Shape] = {
 SCHEDULES = tuple(_SHAPES)
 
 
+@collector_paused()
 def compute_orders(name: str, *, ranks: int, microbatches: int, virtual_stages: int = 1) -> Orders:
     """Per rank, the compute actions of a schedule in order, without messages and units.
 
@@ -61,6 +63,7 @@ def compute_orders(name: str, *, ranks: int, microbatches: int, virtual_stages: 
     return _orders(name, ranks, microbatches, virtual_stages)[0]
 
 
+@collector_paused()
 def make_schedule(
     name: str,
     *,
