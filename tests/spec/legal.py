@@ -51,7 +51,8 @@ def strategies(draw: st.DrawFn) -> Strategy:
     """Any legal strategy, executable or not."""
     small = st.integers(1, 6)
     shard, replicas, zero = draw(small), draw(small), draw(st.integers(0, 3))
-    pp, tp = draw(st.integers(1, 3)), draw(small)
+    pp, tp, cp = draw(st.integers(1, 3)), draw(small), draw(small)
+    ranks = shard * replicas * tp * cp
     virtual = draw(st.integers(1, 3))
     table: dict[str, Any] = {"schedule": "single", "virtual_stages": 1}
     if pp > 1:
@@ -67,8 +68,8 @@ def strategies(draw: st.DrawFn) -> Strategy:
         dp=shard * replicas,
         tp=tp,
         pp=pp,
-        cp=draw(small),
-        ep=draw(small),
+        cp=cp,
+        ep=draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0])),
         mesh_order=tuple(draw(st.permutations(MESH_DIMENSIONS))),
         sequence_parallel=tp > 1 and draw(st.booleans()),
         zero=zero,

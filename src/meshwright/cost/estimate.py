@@ -114,8 +114,7 @@ def estimate(
         model_parameters: those of the whole model, where `model` is the part of a tensor- or expert-parallel rank.
 
     Raises:
-        ConfigError: the strategy needs more ranks than there are devices, lays experts over ranks that it does not
-            have, or does not fit the model or the batch.
+        ConfigError: the strategy needs more ranks than there are devices, or does not fit the model or the batch.
         UnsupportedCombination: its schedule is not defined for these numbers of stages and microbatches.
     """
     if strategy.world_size > cluster.devices:
@@ -123,12 +122,6 @@ def estimate(
             f"the strategy needs {strategy.world_size} ranks, but {cluster.name} has {cluster.devices} devices",
             why="dp x tp x pp x cp ranks run, each on a device of its own",
             fix=f"use {cluster.devices} ranks or fewer, or a larger cluster",
-        )
-    if strategy.world_size // strategy.pp % strategy.ep:
-        raise ConfigError(
-            f"ep={strategy.ep} does not divide the {strategy.world_size // strategy.pp} ranks of a pipeline stage",
-            why="experts are laid over the dp x cp x tp ranks of a stage",
-            fix=f"set dp to a multiple of {strategy.ep}, or ep to a number that divides dp x cp x tp",
         )
     if cluster.device_kind != "cpu":
         convention = on_accelerator(convention)

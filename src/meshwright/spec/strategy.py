@@ -159,6 +159,13 @@ class Strategy:
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"{name}={value} is negative", fix=f"set {name} to 0 or more")
+        of_a_stage = self.dp * self.tp * self.cp
+        if of_a_stage % self.ep:
+            raise ConfigError(
+                f"ep={self.ep} does not divide the {of_a_stage} ranks of a pipeline stage",
+                why="experts are laid over the dp x tp x cp ranks of a stage",
+                fix=f"set dp to a multiple of {self.ep}, or ep to a number that divides dp x tp x cp",
+            )
         if sorted(self.mesh_order) != sorted(MESH_DIMENSIONS):
             raise ConfigError(
                 f"mesh_order={','.join(self.mesh_order)} is not an order of the mesh dimensions",
