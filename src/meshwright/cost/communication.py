@@ -33,7 +33,7 @@ def count_collectives(
         Two mappings, the counts and the bytes, from `all_gather`, `reduce_scatter`, `all_reduce`, `statistics`; under
         pipelining `send` and `receive`; and those of model parallelism by dimension and kind, such as `tp_all_reduce`.
     """
-    index = max(range(len(memory.ranks)), key=lambda rank: memory.ranks[rank].peak_bytes) if strategy.pp > 1 else 0
+    rank = memory.worst
     replicated = strategy.dp * strategy.cp  # ranks whose gradients are summed
     played = _played(
         strategy.schedule,
@@ -41,9 +41,8 @@ def count_collectives(
         memory.microbatches,
         strategy.virtual_stages,
         (strategy.zero, 1 + (shard_group(strategy) > 1), 1 + (replicated > 1), strategy.gather, strategy.reduce),
-    )[index]
+    )[memory.ranks.index(rank)]
     totals: Counts = Counter(), Counter()
-    rank = memory.ranks[index]
     _zero(played, rank, memory, job, strategy, totals)
     _messages(played, memory, strategy, totals)
     _model_parallel(rank, memory, strategy, totals)

@@ -73,12 +73,11 @@ class StageMoments:
         #: Activations and logits at the end of a forward, and what of them is left behind until the backward.
         self._full = self._kept[-1], logits
         self.kept = self._kept[-1] - (self._layers_saved(self._near(len(self.layers))) if self._away else 0), logits
-        weights = [self._waiting(block, index) for index, block in enumerate(self.layers)]
-        self._weights = weights
+        self._weights = [self._waiting(block, index) for index, block in enumerate(self.layers)]
         #: Whether an input half makes gradients of weights: a block that recomputes runs both halves at once.
         self.fused = any(self._policy(index) != "none" for index in range(len(self.layers)))
         #: Activations that wait from the input half of a backward to its weight half.
-        self.waiting = sum(weights) + sum(self._waiting(block, None) for block in self._head)
+        self.waiting = sum(self._weights) + sum(self._waiting(block, None) for block in self._head)
         self.largest_unit = self._c * max(self.states.wholes[1:], default=0)
         units = len(self.states.wholes) - 1
         self.gathers_in_flight = min(1 + strategy.prefetch, units) if strategy.zero == 3 else 0

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.errors import ConfigError
+from meshwright.schedule import FOLDED
 from meshwright.spec import BlockSpec, ModelSpec, Strategy
 
 __all__ = ["Stage", "cut", "even_layers"]
-
-_FOLDED = ("zb-v", "dualpipev")
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def cut(model: ModelSpec, strategy: Strategy) -> tuple[Stage, ...]:
     for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
         blocks = model.blocks[start:end]
         # A schedule that is laid out as a V has its first and its last stage on one rank: it needs no copy.
-        apart = count > 1 and not (strategy.schedule in _FOLDED and index == count - 1)
+        apart = count > 1 and not (strategy.schedule in FOLDED and index == count - 1)
         own, copied = _with_copies(blocks, model) if apart else (tuple(blocks), 0)
         stages.append(Stage(index, own, model.loss_bytes if index == count - 1 else 0, copied))
     return tuple(stages)

@@ -53,7 +53,6 @@ class States:
         step = strategy.unit_blocks
         units = [[block for block in blocks if block.kind != "layer"]]
         units += [layers[start : start + step] for start in range(0, len(layers), step)]
-        self.units = units
 
         def summed(trained: bool, whole: bool) -> list[int]:
             return [sum(_size(block, group, experts, trained, whole, self.sharded) for block in unit) for unit in units]
@@ -106,32 +105,10 @@ class States:
 def _size(block: BlockSpec, group: int, experts: int, trained: bool, whole: bool, sharded: bool) -> int:
     if not sharded:
         return block.trained_parameters if trained else block.parameters
-    share = block.share(group, expert_group=experts, trained=trained)
-    if not whole:
-        return share
-    if not block.experts or group == experts:
-        return group * share
-    alone = BlockSpec.share(_experts_only(block), experts, trained=trained)
-    return group * (share - alone) + experts * alone
+    return block.share(group, expert_group=experts, trained=trained, whole=whole)
 
 
 def _largest(block: BlockSpec) -> int:
     """Elements of the largest tensor that gets a gradient."""
     trained = Counter(block.tensors) - Counter(block.frozen) if block.frozen else block.tensors
     return max((math.prod(shape) for shape in trained), default=0)
-
-
-def _experts_only(block: BlockSpec) -> BlockSpec:
-    held = sum(math.prod(shape) for shape in block.experts)
-    frozen = tuple(shape for shape in block.frozen if shape in block.experts)
-    return BlockSpec(
-        name=block.name,
-        kind=block.kind,
-        parameters=held,
-        tensors=block.experts,
-        frozen=frozen,
-        forward_flops=0,
-        moved_bytes=0,
-        saved_bytes={},
-        output_bytes=0,
-    )

@@ -110,7 +110,7 @@ def _spec(
 
     return BlockSpec(
         name=name,
-        kind=kind,  # type: ignore[arg-type]
+        kind=kind,  # type: ignore[arg-type]  # one of the three kinds
         parameters=sum(parameter.elements for parameter in held),
         tied_parameters=sum(parameter.elements for parameter in tied),
         tensors=tuple(_shape(parameter) for parameter in held),

@@ -50,7 +50,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 def group_timeout(device: torch.device) -> timedelta:
     """How long a collective of the default group may take (2.13: groups do not show it)."""
-    timeout: timedelta = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]
+    timeout: timedelta = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]  # there is a default group
     return timeout
 
 
@@ -58,7 +58,7 @@ def _groups(root: nn.Module) -> Iterator[Any]:
     seen: set[int] = set()
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
+            for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]  # a contract adds `state`
                 if id(group) not in seen:
                     seen.add(id(group))
                     yield group

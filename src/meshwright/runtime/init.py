@@ -40,8 +40,8 @@ def meta_parameters() -> Iterator[None]:
     def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise _values_lost(f"weights are loaded into a {type(self).__name__}")
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    nn.Module.load_state_dict = refuse  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]  # put back below
+    nn.Module.load_state_dict = refuse  # type: ignore[method-assign]  # put back below
     try:
         yield
     finally:
@@ -139,7 +139,7 @@ def _init_function(model: nn.Module, module: nn.Module, name: str) -> Callable[[
         return lambda: whole_model(module)
     own = getattr(module, "reset_parameters", None)
     if callable(own):
-        return own  # type: ignore[no-any-return]
+        return own  # type: ignore[no-any-return]  # whatever it returns is not looked at
     raise ConfigError(
         f"module {name or 'root'} ({type(module).__name__}) has parameters but no init function",
         why="a model that is given as a builder is initialised module by module",

@@ -3,11 +3,12 @@
 from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule, Window, windows
 from meshwright.schedule.files import parse_schedule, read_schedule, write_schedule
 from meshwright.schedule.flight import InFlight, in_flight
-from meshwright.schedule.make import SCHEDULES, compute_orders, make_schedule, single_stage, stage_rank
+from meshwright.schedule.make import FOLDED, SCHEDULES, compute_orders, make_schedule, single_stage, stage_rank
 from meshwright.schedule.validate import validate
 
 __all__ = [
     "COMPUTE",
+    "FOLDED",
     "SCHEDULES",
     "Action",
     "InFlight",

@@ -21,7 +21,7 @@ from meshwright.schedule.units import Zero
 from meshwright.schedule.v_shaped import dualpipe_v, zb_v
 from meshwright.schedule.validate import validate
 
-__all__ = ["SCHEDULES", "assemble", "compute_orders", "make_schedule", "single_stage", "stage_rank"]
+__all__ = ["FOLDED", "SCHEDULES", "assemble", "compute_orders", "make_schedule", "single_stage", "stage_rank"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,8 @@ _SHAPES: dict[str, _Shape] = {
 
 #: The names of all schedules, as `Strategy.schedule` knows them.
 SCHEDULES = tuple(_SHAPES)
+#: Those whose first and last stage lie on one rank.
+FOLDED = tuple(name for name, shape in _SHAPES.items() if shape.folded)
 
 
 @collector_paused()

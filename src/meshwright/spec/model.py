@@ -98,7 +98,7 @@ class BlockSpec:
                 fix="list the shape of every parameter that the block owns",
             )
 
-    def share(self, group: int, *, expert_group: int = 0, trained: bool = False) -> int:
+    def share(self, group: int, *, expert_group: int = 0, trained: bool = False, whole: bool = False) -> int:
         """Elements of this block that each rank of a shard group stores, padding included.
 
         Each tensor is cut (`shard_dim`) into `group` equal pieces, the last ones padded (`torch.chunk`, as
@@ -108,9 +108,10 @@ class BlockSpec:
             group: ranks over which a tensor is cut.
             expert_group: ranks over which each tensor of `experts` is cut; 0 means as many.
             trained: leave out frozen tensors.
+            whole: what all ranks of the groups store together.
         """
         tensors = self.tensors or ((self.parameters,),)
-        return _share(tensors, self.experts, self.frozen if trained else (), group, expert_group or group)
+        return _share(tensors, self.experts, self.frozen if trained else (), group, expert_group or group, whole)
 
     @property
     def trained_parameters(self) -> int:
@@ -125,12 +126,15 @@ def _share(
     left_out: tuple[tuple[int, ...], ...],
     group: int,
     expert_group: int,
+    whole: bool,
 ) -> int:
     plain, laid, without = Counter(tensors), Counter(experts), Counter(left_out)
     plain -= laid + (without - laid)
     laid -= without
     cuts = ((plain, group), (laid, expert_group))
-    return sum(count * _part(shape, ranks) for held, ranks in cuts for shape, count in held.items())
+    return sum(
+        count * _part(shape, ranks) * (ranks if whole else 1) for held, ranks in cuts for shape, count in held.items()
+    )
 
 
 def _part(shape: tuple[int, ...], ranks: int) -> int:
