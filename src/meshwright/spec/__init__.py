@@ -1,12 +1,12 @@
 """The nouns: what a model, a cluster, a job, a strategy and a plan are. Nothing here imports torch."""
 
-from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
+from meshwright.spec.cluster import Cluster, Device, Efficiency, Link, NodeGroup
 from meshwright.spec.decoder import DecoderShape, describe
 from meshwright.spec.job import DTYPE_BYTES, Job, OptimizerSpec
 from meshwright.spec.job_for import job_for
 from meshwright.spec.layout import Attention, Layout
 from meshwright.spec.machine import this_machine
-from meshwright.spec.model import BlockCollective, BlockSpec, ModelSpec, shard_dim
+from meshwright.spec.model import AttentionWork, BlockCollective, BlockSpec, ModelSpec, Product, shard_dim
 from meshwright.spec.plan import PLAN_FORMAT, Cost, Plan, Provenance, Rejected, RunnerUp
 from meshwright.spec.strategy import Offload, Strategy
 from meshwright.spec.support import is_executable, require_executable
@@ -17,12 +17,14 @@ __all__ = [
     "PLAN_FORMAT",
     "Assignment",
     "Attention",
+    "AttentionWork",
     "BlockCollective",
     "BlockSpec",
     "Cluster",
     "Cost",
     "DecoderShape",
     "Device",
+    "Efficiency",
     "Job",
     "Layout",
     "Link",
@@ -31,6 +33,7 @@ __all__ = [
     "Offload",
     "OptimizerSpec",
     "Plan",
+    "Product",
     "Provenance",
     "Rejected",
     "RunnerUp",

@@ -8,7 +8,47 @@ from dataclasses import dataclass, field
 
 from meshwright.errors import ConfigError
 
-__all__ = ["Cluster", "Device", "Link", "NodeGroup"]
+__all__ = ["Cluster", "Device", "Efficiency", "Link", "NodeGroup"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """What a device reaches of its peaks.
+
+    `products` maps a dtype to the share of its peak that a large matrix product reaches; a product over k inner
+    channels reaches k / (k + `half_inner`) of that. Its output is cut into square tiles of `tile` rows, of which
+    `multiprocessors` are worked on at once (0: not known, none are lost). `attention` and `backward_attention` are the
+    shares of the peak that an attention kernel reaches, over the pairs it does not skip. `memory` is the share of the
+    memory bandwidth that memory-bound operations reach, `kernel_s` what starting one operation takes.
+
+    `source` says where the figures come from, or which fit made them.
+    """
+
+    products: dict[str, float]
+    half_inner: float = 0.0
+    tile: int = 128
+    multiprocessors: int = 0
+    attention: float
+    backward_attention: float
+    memory: float
+    kernel_s: float
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        shares = {"attention": self.attention, "backward_attention": self.backward_attention, "memory": self.memory}
+        shares |= {f"products.{dtype}": share for dtype, share in self.products.items()}
+        for name, share in shares.items():
+            if not 0 < share <= 1:
+                raise ConfigError(
+                    f"efficiency.{name}={share} is not in (0, 1]", fix="give the share of the peak that is reached"
+                )
+        for name in ("half_inner", "kernel_s", "multiprocessors"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"efficiency.{name}={getattr(self, name)} is negative", fix="give 0 or more")
+        if self.tile < 1:
+            raise ConfigError(
+                f"efficiency.tile={self.tile} is not positive", fix="give the rows of a tile, such as 128"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +57,7 @@ class Device:
 
     `kind` is torch's device type. `memory_bytes` is what PyTorch sees. `peak_flops_per_s` maps a dtype to the peak of
     dense matrix products (float32 products with TensorFloat-32 stand under `tf32`, 8-bit ones under `float8`); what is
-    not known is left out, never guessed.
+    not known is left out, never guessed. `efficiency` is what it reaches of that, where it was measured or fitted.
     """
 
     name: str
@@ -25,6 +65,7 @@ class Device:
     memory_bytes: int
     memory_bytes_per_s: float | None = None
     peak_flops_per_s: dict[str, float] = field(default_factory=dict)
+    efficiency: Efficiency | None = None
 
     def __post_init__(self) -> None:
         if self.memory_bytes < 1:
@@ -39,12 +80,19 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link tier: latency of one message and bandwidth per device and direction."""
+    """A link tier: latency of one message and bandwidth per device and direction, of which `efficiency` is reached."""
 
     latency_s: float
     bytes_per_s: float
+    efficiency: float = 0.8
 
     def __post_init__(self) -> None:
+        if not 0 < self.efficiency <= 1:
+            raise ConfigError(
+                f"link with efficiency={self.efficiency}",
+                why="it is the share of the bandwidth that collectives reach",
+                fix="give a number above 0, at most 1 (1 where the bandwidth was measured)",
+            )
         if not (0 <= self.latency_s < math.inf and 0 < self.bytes_per_s < math.inf):
             raise ConfigError(
                 f"link with latency_s={self.latency_s}, bytes_per_s={self.bytes_per_s}",

@@ -6,12 +6,12 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from meshwright.errors import ConfigError
 from meshwright.spec.layout import Layout
 
-__all__ = ["BlockCollective", "BlockSpec", "ModelSpec", "shard_dim"]
+__all__ = ["AttentionWork", "BlockCollective", "BlockSpec", "ModelSpec", "Product", "shard_dim"]
 
 
 def shard_dim(shape: tuple[int, ...], group: int) -> int:
@@ -22,6 +22,37 @@ def shard_dim(shape: tuple[int, ...], group: int) -> int:
     """
     stacked = len(shape) >= 3 and shape[0] % group != 0 and shape[1] % group == 0
     return 1 if stacked else 0
+
+
+class Product(NamedTuple):
+    """A matrix product of the forward: rows x inner times inner x columns, `groups` of them side by side.
+
+    `rows` counts those of one sequence on this rank, of all groups together: each group has rows / groups (experts), so
+    that flops are 2 x rows x inner x columns. `weighted`: one factor is a parameter, so that its part of a split
+    backward can wait; without, both factors are activations. `experts`: its rows are tokens that a router sent here.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    groups: int = 1
+    weighted: bool = True
+    experts: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Two per multiply-add, forward."""
+        return 2 * self.rows * self.inner * self.columns
+
+
+class AttentionWork(NamedTuple):
+    """What one kernel that stores no scores computes: flops over all pairs, forward and backward; `causal_flops` of the
+    forward are those that its mask lets it skip. `channels` per head."""
+
+    flops: int
+    backward_flops: int
+    causal_flops: int
+    channels: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +94,11 @@ class BlockSpec:
     with weights and the gradients of their outputs, each storage once. `weight_bytes` is the part of `moved_bytes` that
     reads parameters: it does not grow with the number of sequences. `buffer_bytes` are buffers, such as rotary
     frequencies.
+
+    What takes time: `products` and `attention` of the forward (their flops are `forward_flops`); `element_bytes` and
+    `backward_element_bytes`, what all other operations read and write, forward and backward; `kernels` and
+    `backward_kernels`, how many operations are started, of every kind. A block without `products` is known by its flops
+    alone.
     """
 
     name: str
@@ -85,6 +121,12 @@ class BlockSpec:
     weight_bytes: int = 0
     waiting_bytes: int = 0
     collectives: tuple[BlockCollective, ...] = ()
+    products: tuple[Product, ...] = ()
+    attention: tuple[AttentionWork, ...] = ()
+    element_bytes: int = 0
+    backward_element_bytes: int = 0
+    kernels: int = 0
+    backward_kernels: int = 0
 
     def __post_init__(self) -> None:
         if self.parameters < 0 or self.forward_flops < 0 or min(self.saved_bytes.values(), default=0) < 0:
@@ -146,7 +188,8 @@ def _part(shape: tuple[int, ...], ranks: int) -> int:
 class ModelSpec:
     """A model: its blocks in forward order, as one rank sees them under a layout.
 
-    `loss_bytes` is what the loss keeps for backward, per sequence, besides the logits. `source` says where the figures
+    `loss_bytes` is what the loss keeps for backward, per sequence, besides the logits; `loss_element_bytes` and
+    `backward_loss_element_bytes` are what it reads and writes, forward and backward. `source` says where the figures
     come from: a `config.json`, a trace.
     """
 
@@ -154,6 +197,8 @@ class ModelSpec:
     layout: Layout
     blocks: tuple[BlockSpec, ...]
     loss_bytes: int = 0
+    loss_element_bytes: int = 0
+    backward_loss_element_bytes: int = 0
     source: str = ""
 
     def __post_init__(self) -> None:

@@ -25,6 +25,10 @@ class Cost:
     makes it smaller, and nothing else does. `padding_bytes` is the part of `at_rest` by which equal shares exceed the
     exact ones. `collectives` counts the collectives of one step by kind, `collective_bytes` their bytes (full,
     unsharded size of each message).
+
+    `overhead` is what the process takes besides tensors, `total_bytes` what the device must hold, `host_bytes` and
+    `disk_bytes` what a node's other tiers must. `step_s` is the time of one optimizer step and `terms` its parts by
+    name: they add up to it. `model_flops` are those of one step without recompute, over all ranks.
     """
 
     at_rest: dict[str, int]
@@ -35,6 +39,13 @@ class Cost:
     phase: str
     collectives: dict[str, int]
     collective_bytes: dict[str, int]
+    overhead: dict[str, int] = field(default_factory=dict)
+    total_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    step_s: float = 0.0
+    terms: dict[str, float] = field(default_factory=dict)
+    model_flops: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
