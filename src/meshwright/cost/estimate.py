@@ -10,7 +10,7 @@ from meshwright.errors import ConfigError
 from meshwright.spec import Cluster, Job, ModelSpec, Strategy
 from meshwright.spec.conventions import Convention, on_accelerator
 
-__all__ = ["Estimate", "RankEstimate", "estimate"]
+__all__ = ["Estimate", "RankEstimate", "estimate", "estimate_of"]
 
 #: What ZeRO can divide, so that a larger shard group or a higher stage helps.
 _STATES = ("parameters", "gradients", "optimizer")
@@ -126,6 +126,20 @@ def estimate(
     if cluster.device_kind != "cpu":
         convention = on_accelerator(convention)
     memory = StepMemory(model, job, strategy, convention)
+    return estimate_of(memory, model, cluster, job, strategy, convention, model_parameters=model_parameters)
+
+
+def estimate_of(
+    memory: StepMemory,
+    model: ModelSpec,
+    cluster: Cluster,
+    job: Job,
+    strategy: Strategy,
+    convention: Convention | None,
+    *,
+    model_parameters: int = 0,
+) -> Estimate:
+    """The estimate of a step's memory that is worked out already; see `estimate`."""
     ranks = tuple(_rank(index, rank, cluster, strategy, convention) for index, rank in enumerate(memory.ranks))
     worst = memory.ranks[max(range(len(ranks)), key=lambda index: ranks[index].total_bytes)]
     hosts = [group.host_memory_bytes for group in cluster.nodes if group.host_memory_bytes is not None]

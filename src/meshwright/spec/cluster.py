@@ -19,7 +19,8 @@ class Efficiency:
     channels reaches k / (k + `half_inner`) of that. Its output is cut into square tiles of `tile` rows, of which
     `multiprocessors` are worked on at once (0: not known, none are lost). `attention` and `backward_attention` are the
     shares of the peak that an attention kernel reaches, over the pairs it does not skip. `memory` is the share of the
-    memory bandwidth that memory-bound operations reach, `kernel_s` what starting one operation takes.
+    memory bandwidth that memory-bound operations reach, `kernel_s` what starting one operation takes. `contention` is
+    how long compute is held up by a collective beside it, over what the collective's bytes take on the link in a node.
 
     `source` says where the figures come from, or which fit made them.
     """
@@ -32,6 +33,7 @@ class Efficiency:
     backward_attention: float
     memory: float
     kernel_s: float
+    contention: float = 0.5
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -42,7 +44,7 @@ class Efficiency:
                 raise ConfigError(
                     f"efficiency.{name}={share} is not in (0, 1]", fix="give the share of the peak that is reached"
                 )
-        for name in ("half_inner", "kernel_s", "multiprocessors"):
+        for name in ("half_inner", "kernel_s", "multiprocessors", "contention"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"efficiency.{name}={getattr(self, name)} is negative", fix="give 0 or more")
         if self.tile < 1:
@@ -56,7 +58,7 @@ class Device:
     """One device: the place of one rank. On a CPU machine a device is one core with its share of the host memory.
 
     `kind` is torch's device type. `memory_bytes` is what PyTorch sees. `peak_flops_per_s` maps a dtype to the peak of
-    dense matrix products (float32 products with TensorFloat-32 stand under `tf32`, 8-bit ones under `float8`); what is
+    dense matrix products (float32 products with TensorFloat-32 stand under `tf32`, 8-bit and 4-bit ones under `float8` and `float4`); what is
     not known is left out, never guessed. `efficiency` is what it reaches of that, where it was measured or fitted.
     """
 

@@ -20,6 +20,7 @@ _GIB = 2**30
 
 Reading = Literal["device", "reserved", "allocated"]
 Gradients = Literal["buffers", "made", "used"]
+ProductDtype = Literal["", "float8", "float4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,14 @@ class Convention:
     `keeps_outputs`: a pipeline stage keeps what it has sent until its backward. `reads` says what a published peak
     counts: `allocated` the live tensors, `reserved` those and the gaps, `device` the process too.
 
+    Time: `attention_speed` is what its attention kernel reaches over FlashAttention-2, forward and backward, `element_factor` what memory-bound
+    operations move over what is counted, forward and backward, `reduce_bytes` the bytes of a gradient in its reduction, `overlap` whether
+    gathers and reductions run beside compute, `tp_hidden` the share of tensor-parallel communication that does,
+    `cp_balanced` whether context parallelism gives every rank as many unmasked pairs, `blocking` whether pipeline ranks
+    wait for each other's messages.
+    `product_dtype` is the dtype in which the layers multiply by their weights ("" for the compute dtype); attention and
+    everything else stay in the compute dtype, and so does what is kept.
+
     `source` gives the public origin of each figure; `fitted` names the figures that are fitted to published peaks.
     """
 
@@ -69,6 +78,7 @@ class Convention:
     source: str
     stack: Stack = "eager"
     attention: Attention = "flash"
+    product_dtype: ProductDtype = ""
     states: StateBytes | None = None
     logit_bytes: float | None = None
     process_bytes: int | None = None
@@ -76,11 +86,19 @@ class Convention:
     kept_products: float = 1.0
     keeps_outputs: bool = False
     reads: Reading = "device"
+    attention_speed: tuple[float, float] = (1.0, 1.0)
+    element_factor: tuple[float, float] = (1.0, 1.0)
+    reduce_bytes: float | None = None
+    overlap: bool = True
+    tp_hidden: float = 0.0
+    cp_balanced: bool = True
+    blocking: bool = False
     fitted: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_choice("convention.stack", self.stack, get_args(Stack))
         require_choice("convention.attention", self.attention, get_args(Attention))
+        require_choice("convention.product_dtype", self.product_dtype, get_args(ProductDtype))
         require_choice("convention.reads", self.reads, get_args(Reading))
         if not 0 <= self.kept_products <= 1:
             raise ConfigError(
@@ -107,6 +125,13 @@ def on_accelerator(told: Convention | None) -> Convention:
     return told if told.logit_bytes is not None else replace(told, logit_bytes=_LOSS_BYTES)
 
 
+#: Kernels written by hand between operations of PyTorch's own, which are not counted one by one: what memory-bound
+#: operations move over what is counted. One fit to the MosaicML llm-foundry rows, for all devices, sizes and stacks.
+_BETWEEN_KERNELS = (1.2, 3.6)
+#: Attention kernels of cuDNN 9 and FlashAttention-3 on H100 over FlashAttention-2 (Shah et al. 2024, arXiv 2407.08608,
+#: figures 5 and 6).
+_CUDNN_ATTENTION = (1.5, 1.5)
+
 _MEGATRON_FP16 = Convention(
     name="Megatron-DeepSpeed fp16",
     source="kernels: Korthikanti et al., arXiv 2205.05198; states: DeepSpeed runtime/zero/stage_1_and_2.py, fp16 "
@@ -120,6 +145,9 @@ _MEGATRON_FP16 = Convention(
     keeps_outputs=True,
     reads="device",
     fitted=("process_bytes",),
+    element_factor=_BETWEEN_KERNELS,
+    reduce_bytes=2,
+    blocking=True,
 )
 _MEGATRON_BF16 = replace(
     _MEGATRON_FP16,
@@ -127,6 +155,7 @@ _MEGATRON_BF16 = replace(
     source="as with fp16, but gradients are accumulated in float32: 4 bytes a parameter more, not divided (bigscience, "
     "chronicles-prequel.md, Rebalancing layers; DeepSpeed runtime/bf16_optimizer.py)",
     states=StateBytes(weights=2, gradients=6, optimizer=16),
+    reduce_bytes=4,
 )
 _INTERNEVO = Convention(
     name="InternEvo",
@@ -140,6 +169,8 @@ _INTERNEVO = Convention(
     gaps=0.0,
     reads="device",
     fitted=("states", "process_bytes"),
+    element_factor=_BETWEEN_KERNELS,
+    reduce_bytes=2,
 )
 _NANOTRON = Convention(
     name="nanotron",
@@ -151,6 +182,8 @@ _NANOTRON = Convention(
     states=StateBytes(weights=2, gradients=6, optimizer=12),
     reads="allocated",
     fitted=("stack",),
+    element_factor=_BETWEEN_KERNELS,
+    reduce_bytes=4,
 )
 _TORCHTITAN_2024 = Convention(
     name="torchtitan 2024-12",
@@ -158,6 +191,7 @@ _TORCHTITAN_2024 = Convention(
     "recompute keeps every second matrix product; reading: max_reserved (metrics.py)",
     stack="compiled",
     kept_products=0.5,
+    cp_balanced=False,
     reads="reserved",
 )
 _TORCHTITAN_2025 = replace(
@@ -180,9 +214,15 @@ _FOUNDRY = Convention(
     stack="fused",
     logit_bytes=4,
     reads="reserved",
+    attention_speed=(0.82, 0.44),
+    element_factor=_BETWEEN_KERNELS,
 )
 _FMS = Convention(
-    name="fms-fsdp", source="fms-fsdp README.md: FSDP with torch.compile", stack="compiled", reads="reserved"
+    name="fms-fsdp",
+    source="fms-fsdp README.md: FSDP with torch.compile",
+    stack="compiled",
+    reads="reserved",
+    reduce_bytes=2,
 )
 _LIGER = Convention(
     name="DeepSpeed with Liger kernels",
@@ -190,6 +230,24 @@ _LIGER = Convention(
     "size; reading: max_memory_reserved",
     stack="fused",
     logit_bytes=0.5,
+    reads="reserved",
+)
+_MEGATRON_CORE = Convention(
+    name="Megatron Core",
+    source="Megatron-LM docs, distributed optimizer: bf16 weights and float32 gradients whole, float32 weights and two "
+    "moments divided (6 + 12 / d bytes a parameter); fused cross entropy and kernels of Transformer Engine",
+    stack="fused",
+    states=StateBytes(weights=2, gradients=4, optimizer=12),
+    logit_bytes=6,
+    reads="reserved",
+    attention_speed=_CUDNN_ATTENTION,
+)
+_DEEPSPEED = Convention(
+    name="DeepSpeed",
+    source="Rajbhandari et al., arXiv 1910.02054, section 3.1: 16-bit weights and gradients, float32 weights and two "
+    "moments; models of Hugging Face, so eager kernels",
+    stack="eager",
+    states=StateBytes(weights=2, gradients=2, optimizer=12),
     reads="reserved",
 )
 _ACCELERATE = Convention(
@@ -214,6 +272,8 @@ CONVENTIONS = {
         _FOUNDRY,
         _FMS,
         _LIGER,
+        _MEGATRON_CORE,
+        _DEEPSPEED,
         _ACCELERATE,
     )
 }

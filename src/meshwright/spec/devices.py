@@ -8,9 +8,10 @@ import tomllib
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from meshwright.errors import ConfigError
-from meshwright.spec.cluster import Device, Link, NodeGroup
+from meshwright.spec.cluster import Device, Efficiency, Link, NodeGroup
 
 __all__ = ["KnownDevice", "find_device", "known_devices"]
 
@@ -48,6 +49,7 @@ class KnownDevice:
     node: _Node
     source: str
     latency_us: dict[str, float]
+    efficiency: Efficiency
     form: str = ""
     kind: str = "cuda"
     dies: int = 1
@@ -68,6 +70,7 @@ class KnownDevice:
             memory_bytes=int(self.memory_gib * 2**30),
             memory_bytes_per_s=self.memory_gb_per_s * 1e9,
             peak_flops_per_s={dtype: figure * 1e12 for dtype, figure in self.tflops.items()},
+            efficiency=self.efficiency,
         )
 
     @property
@@ -124,10 +127,24 @@ def known_devices() -> tuple[KnownDevice, ...]:
     """All devices of the catalogue."""
     table = tomllib.loads(_DATA.read_text(encoding="utf-8"))
     nodes = {name: _Node(**entry) for name, entry in table["node"].items()}
+    reached = {name: _efficiency(entry) for name, entry in table["efficiency"].items()}
     latency_us = table["latency_us"]
     return tuple(
-        KnownDevice(**{**entry, "node": nodes[entry["node"]], "latency_us": latency_us}) for entry in table["device"]
+        KnownDevice(
+            **{
+                **entry,
+                "node": nodes[entry["node"]],
+                "efficiency": reached[entry["efficiency"]],
+                "latency_us": latency_us,
+            }
+        )
+        for entry in table["device"]
     )
+
+
+def _efficiency(entry: dict[str, Any]) -> Efficiency:
+    rest = {key: value for key, value in entry.items() if key != "kernel_us"}
+    return Efficiency(**rest, kernel_s=entry["kernel_us"] / 1e6)
 
 
 def find_device(text: str) -> KnownDevice:

@@ -77,7 +77,8 @@ class Job:
 
     `global_batch` is the number of sequences per optimizer step over all ranks; microbatch and accumulation are
     derived from it. `clip_norm` is the largest global gradient norm, 0 for no clipping. `allow_recompute` lists the
-    recompute policies the planner may choose from.
+    recompute policies the planner may choose from. `expert_imbalance` is the load of the busiest rank's experts over
+    the mean: 1 where routing is balanced.
     """
 
     global_batch: int = 8
@@ -89,6 +90,7 @@ class Job:
     clip_norm: float = 0.0
     allow_recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     stack: Stack = "eager"
+    expert_imbalance: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -106,6 +108,12 @@ class Job:
             raise ConfigError(
                 f"job.clip_norm={self.clip_norm} is not a norm",
                 fix="set job.clip_norm to a positive number, or 0 for no clipping",
+            )
+        if not 1 <= self.expert_imbalance < float("inf"):
+            raise ConfigError(
+                f"job.expert_imbalance={self.expert_imbalance} is below 1",
+                why="it is the busiest rank's load over the mean",
+                fix="set it to 1 where routing is balanced, or more",
             )
         if not self.allow_recompute:
             raise ConfigError("job.allow_recompute is empty", fix='list at least "none"')

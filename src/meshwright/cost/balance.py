@@ -1,0 +1,111 @@
+"""Balance: how many layers each pipeline stage holds, so that the slowest is as fast as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["balanced_layers", "balanced_ranks"]
+
+_HALVINGS = 100
+_TIE = 1 + 1e-12
+#: What is better is better by more than this.
+_STEP = 1 + 1e-9
+
+
+def balanced_layers(layers: Sequence[float], beside: Sequence[float], paces: Sequence[float] = ()) -> tuple[int, ...]:
+    """Layers per stage that minimise the time of the slowest stage; each stage has one at least.
+
+    Among equals the stages are as even as can be, and the later ones hold more: the earlier ones hold the activations
+    of more microbatches.
+
+    Args:
+        layers: what each layer takes; at least as many as stages.
+        beside: what each stage takes besides (embedding, head, loss).
+        paces: how fast the device of each stage is, relative to one another; equal without.
+    """
+    pace = list(paces) or [1.0] * len(beside)
+    whole = sum(layers) + sum(beside)
+    low, high = whole / sum(pace), whole / min(pace)
+    best = (len(layers) - len(beside) + 1, *[1] * (len(beside) - 1))
+    middle = low + max(layers) / min(pace)  # most often the slowest is about a layer above the mean
+    for _ in range(_HALVINGS):
+        found = _filled(layers, beside, pace, middle)
+        if found is None:
+            low = middle
+            found = _filled(layers, beside, pace, high / _STEP)
+            if found is None:
+                break  # nothing is better than the slowest of the best
+        best, high = found, _slowest(found, layers, beside, pace)
+        middle = (low + high) / 2
+    limit = _slowest(best, layers, beside, pace) * _TIE
+    evened = _evened(best, layers, beside, pace, limit)
+    return evened if _slowest(evened, layers, beside, pace) <= limit else best
+
+
+def balanced_ranks(
+    layers: Sequence[float], beside: Sequence[float], stage_ranks: Sequence[int], paces: Sequence[float] = ()
+) -> tuple[int, ...]:
+    """Layers per stage where ranks hold several stages: the slowest rank is as fast as can be, with layers of their
+    mean time, and each rank's layers are spread evenly over its stages."""
+    ranks = max(stage_ranks) + 1
+    held: list[list[int]] = [[stage for stage, rank in enumerate(stage_ranks) if rank == r] for r in range(ranks)]
+    mean = sum(layers) / len(layers)
+    each = len(held[0])
+    # A stage needs a layer: what is shared out are the layers beyond one for every stage.
+    more = len(layers) - each * ranks
+    of_rank = [sum(beside[stage] for stage in stages) + mean * (each - 1) for stages in held]
+    pace = [paces[stages[0]] for stages in held] if paces else []
+    counts = balanced_layers([mean] * (more + ranks), of_rank, pace)
+    sizes = [0] * len(stage_ranks)
+    for stages, count in zip(held, counts, strict=True):
+        base, over = divmod(count + each - 1, each)
+        # What is over goes to stages with nothing beside their layers, and to earlier ones.
+        order = sorted(stages, key=lambda stage: (beside[stage], stage))
+        for place, stage in enumerate(order):
+            sizes[stage] = base + (place < over)
+    return tuple(sizes)
+
+
+def _filled(
+    layers: Sequence[float], beside: Sequence[float], pace: Sequence[float], limit: float
+) -> tuple[int, ...] | None:
+    """Fill stages from the last to the first up to a limit of time; None where layers are left over, or one alone is
+    too much."""
+    left, counts = len(layers), [0] * len(beside)
+    for stage in range(len(beside) - 1, -1, -1):
+        held = beside[stage] / pace[stage]
+        while left > stage:  # every stage before needs a layer
+            held += layers[left - 1] / pace[stage]
+            if held > limit * _TIE:
+                break
+            counts[stage] += 1
+            left -= 1
+        if not counts[stage]:
+            return None
+    return None if left else tuple(counts)
+
+
+def _evened(
+    counts: Sequence[int], layers: Sequence[float], beside: Sequence[float], pace: Sequence[float], limit: float
+) -> tuple[int, ...]:
+    """As many layers on each stage as on the others, as far as the limit lets it, with layers of their mean time."""
+    mean = sum(layers) / len(layers)
+    most = [max(1, int((limit * speed - more) / mean)) for more, speed in zip(beside, pace, strict=True)]
+    left, sizes = len(layers), [0] * len(counts)
+    while left:
+        open_ = [stage for stage in range(len(sizes)) if sizes[stage] < most[stage]]
+        if not open_:
+            return tuple(counts)
+        lowest = min(sizes[stage] for stage in open_)
+        for stage in sorted((s for s in open_ if sizes[s] == lowest), reverse=True)[:left]:
+            sizes[stage] += 1
+            left -= 1
+    return tuple(sizes)
+
+
+def _slowest(counts: Sequence[int], layers: Sequence[float], beside: Sequence[float], pace: Sequence[float]) -> float:
+    most, start = 0.0, 0
+    for stage, count in enumerate(counts):
+        most = max(most, (beside[stage] + sum(layers[start : start + count])) / pace[stage])
+        start += count
+    return most

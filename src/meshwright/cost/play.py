@@ -1,0 +1,183 @@
+"""A step's schedule played with durations: the shortest way to its makespan.
+
+A schedule that has become steady takes as long for every further round of as many microbatches as pipeline ranks, so
+that only its first rounds are played. That is exact for 1F1B, and within 2% for schedules with several stages a rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from meshwright.cost.compute import Phases
+from meshwright.cost.links import Placement
+from meshwright.cost.simulate import Timeline, simulate
+from meshwright.cost.stages import Stage
+from meshwright.cost.states import shard_group
+from meshwright.schedule import FOLDED, Kind, Schedule, make_schedule
+from meshwright.spec import Link, Strategy
+
+__all__ = ["Play", "StageTimes", "least_s", "stage_ranks"]
+
+#: Rounds of a rank's stages after which a schedule repeats itself.
+_STEADY = 3
+_ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
+_SPLIT = ("zb-h1", "interleaved-zb", "zb-v", "dualpipev")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Seconds by stage: the compute of one microbatch, and a gather and a reduction of all the stage's units."""
+
+    phases: tuple[Phases, ...]
+    gather: tuple[float, ...]
+    reduce: tuple[float, ...]
+
+    def table(self, *, gathers: bool = True, reduces: bool = True) -> Mapping[tuple[Kind, int], float]:
+        """As the simulation takes them, with or without gathers and reductions."""
+        found: dict[tuple[Kind, int], float] = {}
+        for stage, (phases, gather, reduce) in enumerate(zip(self.phases, self.gather, self.reduce, strict=True)):
+            found["forward", stage] = phases.forward
+            found["backward", stage] = phases.backward
+            found["backward-input", stage] = phases.input
+            found["backward-weight", stage] = phases.weight
+            found["gather", stage] = gather if gathers else 0.0
+            found["reduce", stage] = reduce if reduces else 0.0
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Play:
+    """The schedule of a strategy and what its actions take.
+
+    Args:
+        units: ZeRO units of each stage.
+        overlap: gathers and reductions run beside compute.
+        blocking: sender and receiver of a message wait for each other.
+    """
+
+    strategy: Strategy
+    placement: Placement
+    stages: tuple[Stage, ...]
+    units: tuple[int, ...]
+    times: StageTimes
+    microbatches: int
+    overlap: bool
+    blocking: bool = False
+
+    def makespan_s(self, *, gathers: bool = True, reduces: bool = True, messages: bool = True) -> float:
+        """Seconds from the first forward to the last reduction, with or without what communicates."""
+        rounds, few = self.repeated
+        what = (gathers, reduces, messages)
+        end = self._simulated(few, *what).makespan_s
+        if not rounds:
+            return end
+        further = end - self._simulated(few - self.strategy.pp, *what).makespan_s
+        return max(end + rounds * further, least_s(self.strategy, self.times.phases, self.microbatches))
+
+    def timeline(self) -> Timeline:
+        """The whole step, action by action."""
+        return self._simulated(self.microbatches, True, True, True)
+
+    def counts(self, rank: int) -> tuple[dict[int, float], dict[int, float]]:
+        """How often a pipeline rank gathers, and how often it reduces, the units of each of its stages in a step."""
+        s, few = self.strategy, self.repeated[1]
+        once = {"gather": s.zero < 3 or s.gather == "step", "reduce": s.zero < 2}
+        found: dict[str, dict[int, float]] = {"gather": {}, "reduce": {}}
+        for action in self._schedule(few).ranks[rank]:
+            if action.kind in found:
+                times = 1.0 if once[action.kind] else self.microbatches / few
+                line = found[action.kind]
+                line[action.stage] = line.get(action.stage, 0.0) + times
+        return found["gather"], found["reduce"]
+
+    @cached_property
+    def repeated(self) -> tuple[int, int]:
+        """Rounds of as many microbatches as pipeline ranks that need not be played, and the microbatches that are."""
+        s, count = self.strategy, self.microbatches
+        steady = (_STEADY * s.virtual_stages + 1) * s.pp + 1
+        if count <= steady or (s.schedule in _ALL_IN_FLIGHT and s.pp > 1):
+            return 0, count
+        rounds = (count - steady) // s.pp
+        return rounds, count - rounds * s.pp
+
+    def _simulated(self, microbatches: int, gathers: bool, reduces: bool, messages: bool) -> Timeline:
+        edges = [stage.blocks[-1].output_bytes * self.strategy.microbatch for stage in self.stages]
+        return simulate(
+            self._schedule(microbatches),
+            self.times.table(gathers=gathers, reduces=reduces),
+            link=self._link if messages and self.strategy.pp > 1 else None,
+            message_bytes=lambda edge: edges[edge],
+            overlap=self.overlap,
+            blocking=self.blocking and messages,
+        )
+
+    def _schedule(self, microbatches: int) -> Schedule:
+        s = self.strategy
+        replicated, sharded = s.dp * s.cp > 1, shard_group(s) > 1
+        return _made(
+            s.schedule,
+            s.pp,
+            microbatches,
+            s.virtual_stages,
+            self.units,
+            (s.zero if sharded else 0, 1 + sharded, 1 + replicated),
+            (s.gather, s.reduce) if sharded else ("auto", "auto"),
+        )
+
+    def _link(self, source: int, target: int) -> Link:
+        """The link between two pipeline ranks: neighbours on one node, or not."""
+        group = self.placement.group("pp")
+        near = source // group.inside == target // group.inside
+        link = group.within if near else group.between
+        return Link(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s * link.efficiency, efficiency=1.0)
+
+
+def stage_ranks(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
+    """The pipeline rank of each stage: dealt out in turn, or laid out as a V."""
+    count = ranks * virtual_stages
+    folded = schedule in FOLDED
+    return tuple(n % ranks if n < ranks or not folded else count - 1 - n for n in range(count))
+
+
+def least_s(strategy: Strategy, phases: Sequence[Phases], microbatches: int) -> float:
+    """Seconds below which no schedule of these stages ends: of each pipeline rank what it computes, what passes before
+    the first microbatch reaches it, and after the last one's backward leaves it. A rank that splits its backward may do
+    weight halves last, for which nobody waits.
+
+    Args:
+        phases: of one microbatch on each stage.
+    """
+    split = strategy.schedule in _SPLIT
+    loads, entries, passed = [0.0] * strategy.pp, [math.inf] * strategy.pp, 0.0
+    for rank, one in zip(stage_ranks(strategy.schedule, strategy.pp, strategy.virtual_stages), phases, strict=True):
+        loads[rank] += one.forward + one.input + one.weight
+        entries[rank] = min(entries[rank], passed)
+        passed += one.forward + (0.0 if split else one.backward)
+    return max(microbatches * load + entry for load, entry in zip(loads, entries, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _made(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    virtual: int,
+    units: tuple[int, ...],
+    zero: tuple[int, int, int],
+    variant: tuple[str, str],
+) -> Schedule:
+    return make_schedule(
+        name,
+        ranks=ranks,
+        microbatches=microbatches,
+        virtual_stages=virtual,
+        units=units,
+        zero=zero[0],
+        shard=zero[1],
+        dp=max(zero[1], zero[2]),
+        gather=variant[0],
+        reduce=variant[1],
+    )

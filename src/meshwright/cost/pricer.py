@@ -1,0 +1,309 @@
+"""Pricer: all prices of one model on one cluster for one job, and floors that no price lies below."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+from meshwright.cost.balance import balanced_layers, balanced_ranks
+from meshwright.cost.compute import Phases, Speeds, speeds
+from meshwright.cost.estimate import Estimate, estimate
+from meshwright.cost.links import Placement
+from meshwright.cost.memory import recomputed_blocks
+from meshwright.cost.overhead import overhead_bytes
+from meshwright.cost.play import least_s, stage_ranks
+from meshwright.cost.price import price
+from meshwright.cost.stage_work import Workshop
+from meshwright.cost.stages import even_layers
+from meshwright.cost.states import expert_group, shard_group
+from meshwright.cost.time import StepTime
+from meshwright.spec import DTYPE_BYTES, Cluster, Cost, Job, Layout, ModelSpec, Strategy
+from meshwright.spec.families import Described
+
+__all__ = ["Pricer"]
+
+#: Of a step the part that floors leave out, so that rounding never lifts them above a price.
+_SLACK = 1 - 1e-9
+_ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
+
+
+class _Parts(NamedTuple):
+    """Seconds of one microbatch on the first block, each layer (plain, and recomputed), and the last block and loss."""
+
+    first: Phases
+    layers: tuple[Phases, ...]
+    again: tuple[Phases, ...]
+    last: Phases
+
+
+class Pricer:
+    """Every price of one described model on one cluster for one job; what strategies share is worked out once.
+
+    Args:
+        described: the model.
+        cluster: the machines.
+        job: global batch, sequence, dtypes, optimizer.
+    """
+
+    def __init__(self, described: Described, cluster: Cluster, job: Job) -> None:
+        self.described, self.cluster, self.job = described, cluster, job
+        self._models: dict[Layout, ModelSpec] = {}
+        self._parts: dict[tuple[object, ...], _Parts] = {}
+        self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._meshes: dict[tuple[object, ...], float] = {}
+        self._times: dict[Strategy, StepTime] = {}
+        self._memories: dict[Strategy, Estimate] = {}
+
+    # --- exact --------------------------------------------------------------------------------------------------------
+
+    def model(self, strategy: Strategy) -> ModelSpec:
+        """The model as a rank of this strategy sees it.
+
+        Raises:
+            UnsupportedCombination: tp, cp or ep cannot divide it.
+            ConfigError: the sequence is too long for it, or cp does not divide the sequence.
+        """
+        layout = Layout.of(self.job, strategy)
+        if layout not in self._models:
+            self._models[layout] = self.described.at(layout)
+        return self._models[layout]
+
+    def settled(self, strategy: Strategy) -> Strategy:
+        """The strategy with its stages cut so that the slowest is as fast as can be, where it does not say how.
+
+        Raises:
+            ConfigError: there are more stages than layers.
+        """
+        if strategy.pp == 1 or strategy.stages:
+            return strategy
+        sizes = self._layers_of(strategy)
+        return strategy if sizes == even_layers(sum(sizes), len(sizes)) else replace(strategy, stages=sizes)
+
+    def time(self, strategy: Strategy) -> StepTime:
+        """The time of a step; `step_s` alone plays the schedule once."""
+        if strategy not in self._times:
+            self._times[strategy] = StepTime(self.model(strategy), self.cluster, self.job, strategy)
+        return self._times[strategy]
+
+    def step_s(self, strategy: Strategy) -> float:
+        """Seconds of a step."""
+        return self.time(strategy).step_s
+
+    def memory(self, strategy: Strategy) -> Estimate:
+        """The memory of every pipeline rank."""
+        if strategy not in self._memories:
+            self._memories[strategy] = estimate(self.model(strategy), self.cluster, self.job, strategy)
+        return self._memories[strategy]
+
+    def fits(self, strategy: Strategy) -> bool:
+        """Whether every device, host and disk has room."""
+        return self.memory(strategy).fits
+
+    def price(self, strategy: Strategy) -> Cost:
+        """Memory, communication, and seconds term by term."""
+        return price(self.model(strategy), self.cluster, self.job, strategy, time=self.time(strategy))
+
+    def budget_bytes(self, strategy: Strategy) -> int:
+        """What a plan may use of the smallest device that it needs; those with the most memory are taken first."""
+        left = strategy.world_size
+        for group in sorted(self.cluster.nodes, key=lambda group: -group.device.memory_bytes):
+            left -= group.count * group.devices
+            if left <= 0:
+                break
+        return int(group.device.memory_bytes * self.cluster.memory_fraction)
+
+    # --- floors -------------------------------------------------------------------------------------------------------
+
+    def mesh_floor_s(
+        self, *, dp: int, tp: int, pp: int, cp: int, ep: int, sequence_parallel: bool, microbatch: int
+    ) -> float:
+        """Seconds that no strategy on this mesh lies below, whatever its schedule, ZeRO stage, recompute and offload:
+        the compute of its microbatches, shared evenly by the pipeline ranks. More data-parallel ranks lower it.
+
+        Raises:
+            UnsupportedCombination, ConfigError: the mesh cannot divide the model or the batch.
+        """
+        key = (dp, tp, pp, cp, ep, sequence_parallel, microbatch)
+        if key not in self._meshes:
+            strategy = Strategy(
+                dp=dp,
+                tp=tp,
+                cp=cp,
+                ep=ep,
+                pp=pp,
+                schedule="1f1b" if pp > 1 else "single",
+                sequence_parallel=sequence_parallel,
+                microbatch=microbatch,
+            )
+            parts = self._works(strategy)
+            whole = sum(_both(one) for one in (parts.first, *parts.layers, parts.last))
+            self._meshes[key] = _SLACK * strategy.microbatches(self.job.global_batch) * whole / pp
+        return self._meshes[key]
+
+    def floor_s(self, strategy: Strategy) -> float:
+        """Seconds that the price of this strategy does not lie below: what its busiest pipeline rank computes, and what
+        passes before its first and after its last action.
+
+        Raises:
+            as `mesh_floor_s`; ConfigError: there are more stages than layers.
+        """
+        microbatches = strategy.microbatches(self.job.global_batch)
+        return _SLACK * least_s(strategy, self._stage_phases(strategy), microbatches)
+
+    def floor_bytes(self, strategy: Strategy) -> int:
+        """Bytes that `memory(strategy)` does not lie below on the rank that needs most: model states, what the schedule
+        keeps in flight on the first stage, the logits on the last, and the process."""
+        model = self.model(strategy)
+        sizes = strategy.stages or self._layers_of(strategy)
+        layers, others = model.layers, [block for block in model.blocks if block.kind != "layer"]
+        count, first, last = len(sizes), sizes[0], sizes[-1]
+        recomputed = recomputed_blocks(model, strategy)
+        microbatches = strategy.microbatches(self.job.global_batch)
+        embedding = [block for block in others if block.kind == "embedding"]
+        head = [block for block in others if block.kind == "head"]
+        stages = [(embedding if count > 1 else others, 0, first)]
+        if count > 1:
+            stages.append((head, len(layers) - last, len(layers)))
+        most = 0
+        for index, (around, start, stop) in enumerate(stages):
+            held = layers[start:stop]
+            elements = sum(b.parameters for b in (*held, *around))
+            experts = sum(math.prod(shape) for b in held for shape in b.experts)
+            kept = sum(
+                block.saved_bytes.get(strategy.recompute if start + at < recomputed else "none", 0)
+                for at, block in enumerate(held)
+            )
+            flight = self._in_flight(strategy, microbatches) if index == 0 else 1
+            if strategy.offload.activations == "host":
+                kept = 0
+            activations = strategy.microbatch * flight * kept
+            logits = 0
+            if any(block.kind == "head" for block in around):
+                logits = strategy.microbatch * (
+                    sum(b.output_bytes for b in around if b.kind == "head") + model.loss_bytes
+                )
+            most = max(most, self._states(strategy, elements, experts) + activations + logits)
+        overhead = overhead_bytes(self.cluster.device_kind, strategy, most)
+        return most + sum(overhead.values())
+
+    def _states(self, strategy: Strategy, elements: int, experts: int) -> int:
+        """Model states that are there at the moment of the loss, at least."""
+        job, offload = self.job, strategy.offload
+        group = shard_group(strategy)
+        share = (elements - experts) // group + experts // (expert_group(strategy) if group > 1 else 1)
+        trained = 0 if self._frozen else share
+        stored, compute = DTYPE_BYTES[job.param_dtype], DTYPE_BYTES[job.compute_dtype]
+        held = 0
+        if offload.optimizer == "device":
+            held += stored * job.optimizer.state_tensors * trained
+        if offload.parameters == "device" and offload.optimizer == "device":
+            held += stored * share
+        if group == 1 and offload.optimizer == "device":
+            held += stored * trained
+        if (compute < stored or group > 1) and strategy.zero < 3 and offload.parameters == "device":
+            held += compute * elements
+        return held
+
+    @property
+    def _frozen(self) -> bool:
+        """Whether some parameters get no gradient."""
+        return any(block.frozen for block in next(iter(self._models.values())).blocks)
+
+    def _in_flight(self, strategy: Strategy, microbatches: int) -> int:
+        if strategy.pp == 1:
+            return 1
+        if strategy.schedule in _ALL_IN_FLIGHT:
+            return microbatches
+        return min(microbatches, strategy.pp) if strategy.virtual_stages == 1 else 1
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _works(self, strategy: Strategy) -> _Parts:
+        s = strategy
+        key = (s.tp, s.cp, s.ep, s.sequence_parallel, s.microbatch, s.mesh_order, s.recompute, self._near(strategy))
+        if key not in self._parts:
+            model = self.model(strategy)
+            placement = Placement(self.cluster, strategy)
+            shop = Workshop(model, self.job, strategy, placement, None)
+            speed = self._fastest()
+            others = [block for block in model.blocks if block.kind != "layer"]
+            first = last = Phases()
+            for block in others:
+                work = shop.block(block, "none", speed).all
+                if block.kind == "head":
+                    last = last.plus(work).plus(shop.loss(speed))
+                else:
+                    first = first.plus(work)
+            layers = tuple(shop.block(block, "none", speed).all for block in model.layers)
+            again = layers
+            if s.recompute != "none":
+                again = tuple(shop.block(block, s.recompute, speed).all for block in model.layers)
+            self._parts[key] = _Parts(first, layers, again, last)
+        return self._parts[key]
+
+    def _near(self, strategy: Strategy) -> bool:
+        """Whether all ranks lie on one node: then every group has the link inside it."""
+        return strategy.world_size <= min(group.devices for group in self.cluster.nodes)
+
+    def _fastest(self) -> Speeds:
+        if not hasattr(self, "_speed"):
+            found = [speeds(group.device, self.job.compute_dtype) for group in self.cluster.nodes]
+            self._speed = max(found, key=lambda speed: speed.product_flops_per_s)
+        return self._speed
+
+    def _layers_of(self, strategy: Strategy) -> tuple[int, ...]:
+        """Layers per stage."""
+        s = strategy
+        if s.stages:
+            return s.stages
+        count = s.pp * s.virtual_stages
+        layers = len(self.model(strategy).layers)
+        if count == 1:
+            return (layers,)
+        even = even_layers(layers, count)
+        if min(even) < 1:
+            return even
+        world = s.world_size if len(self.cluster.nodes) > 1 else 0
+        mesh = (s.tp, s.cp, s.ep, s.sequence_parallel, s.microbatch, self._near(strategy), world)
+        key = (*mesh, s.pp, s.virtual_stages, s.recompute, s.recompute_blocks)
+        if key not in self._cuts:
+            parts = self._works(strategy)
+            recomputed = recomputed_blocks(self.model(strategy), strategy)
+            costs = [_both(one) for one in (*parts.again[:recomputed], *parts.layers[recomputed:])]
+            beside = [0.0] * count
+            beside[0] += _both(parts.first)
+            beside[-1] += _both(parts.last)
+            paces = self._paces(strategy)
+            ranks = stage_ranks(s.schedule, s.pp, s.virtual_stages)
+            found = balanced_layers(costs, beside, paces) if s.virtual_stages == 1 else ()
+            self._cuts[key] = found or balanced_ranks(costs, beside, ranks, paces)
+        return self._cuts[key]
+
+    def _paces(self, strategy: Strategy) -> tuple[float, ...]:
+        """How fast the device of each stage is beside the fastest; empty where all are equal."""
+        if len(self.cluster.nodes) == 1:
+            return ()
+        placement, fastest = Placement(self.cluster, strategy), self._fastest()
+        devices = (
+            placement.devices(rank) for rank in stage_ranks(strategy.schedule, strategy.pp, strategy.virtual_stages)
+        )
+        paces = (speeds(device, self.job.compute_dtype).product_flops_per_s for device in devices)
+        return tuple(pace / fastest.product_flops_per_s for pace in paces)
+
+    def _stage_phases(self, strategy: Strategy) -> list[Phases]:
+        parts = self._works(strategy)
+        sizes = self._layers_of(strategy)
+        recomputed = recomputed_blocks(self.model(strategy), strategy)
+        found, start = [], 0
+        for index, size in enumerate(sizes):
+            phases = parts.first if index == 0 else Phases()
+            for at in range(start, start + size):
+                phases = phases.plus(parts.again[at] if at < recomputed else parts.layers[at])
+            start += size
+            found.append(phases.plus(parts.last) if index == len(sizes) - 1 else phases)
+        return found
+
+
+def _both(phases: Phases) -> float:
+    return phases.forward + phases.input + phases.weight
