@@ -277,7 +277,7 @@ def test_an_entry_is_whole_and_plausible(entry: KnownDevice) -> None:
     assert group.host_memory_bytes is not None
     assert group.host_memory_bytes_per_s is not None
     assert (group.host_link is None) == (entry.kind == "cpu")
-    assert set(device.peak_flops_per_s) <= {"float64", "float32", "tf32", "float16", "bfloat16", "float8"}
+    assert set(device.peak_flops_per_s) <= {"float64", "float32", "tf32", "float16", "bfloat16", "float8", "float4"}
     peaks = device.peak_flops_per_s
     assert peaks.get("float8", 2 * peaks.get("float16", 0)) == pytest.approx(2 * peaks.get("float16", 0), rel=0.02)
     assert peaks.get("bfloat16", peaks.get("float16")) == peaks.get("float16")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 __all__ = ["balanced_layers", "balanced_ranks"]
 
@@ -40,6 +42,27 @@ def balanced_layers(layers: Sequence[float], beside: Sequence[float], paces: Seq
     limit = _slowest(best, layers, beside, pace) * _TIE
     evened = _evened(best, layers, beside, pace, limit)
     return evened if _slowest(evened, layers, beside, pace) <= limit else best
+
+
+def _searched(layers: Sequence[float], beside: Sequence[float], pace: Sequence[float]) -> tuple[int, ...]:
+    """The best cut by dynamic programming: the first n layers on the first s stages, for all n and s."""
+    sums = list(accumulate(layers, initial=0.0))
+    best = [0.0, *[math.inf] * len(layers)]
+    ways: list[list[int]] = []
+    for stage, more in enumerate(beside):
+        line, way = [math.inf] * (len(layers) + 1), [0] * (len(layers) + 1)
+        for count in range(stage + 1, len(layers) + 1):
+            for start in range(stage, count):
+                slowest = max(best[start], (more + sums[count] - sums[start]) / pace[stage])
+                if slowest < line[count]:
+                    line[count], way[count] = slowest, start
+        best = line
+        ways.append(way)
+    sizes, end = [], len(layers)
+    for way in reversed(ways):
+        sizes.append(end - way[end])
+        end = way[end]
+    return tuple(reversed(sizes))
 
 
 def balanced_ranks(

@@ -20,6 +20,8 @@ __all__ = ["BlockWork", "Phases", "Speeds", "block_work", "speeds"]
 _ALIGNMENT = 64
 _UNALIGNED = 0.68
 _PRODUCT_BYTES = {"float8": 1, "float4": 0.5}
+#: With 4 bits some of the layers' products stay wide (NVIDIA, Pretraining LLMs with NVFP4, arXiv 2509.25149).
+_WIDE_SHARE = {"float4": 0.15}
 #: What an accelerator or a core of a CPU is taken for whose speed nobody has told: an A100, and one core with 8 float32
 #: lanes and two multiply-add units at 3 GHz and its share of a server's memory bandwidth.
 _ACCELERATOR = (312e12, 1.5e12)
@@ -87,32 +89,36 @@ class Speeds:
 
 
 def speeds(
-    device: Device, dtype: str, product_dtype: str = "", attention_factors: tuple[float, float] = (1.0, 1.0)
+    device: Device,
+    dtype: str,
+    product_dtype: str = "",
+    attention_factors: tuple[float, float] = (1.0, 1.0),
 ) -> Speeds:
     """The speeds of a device that computes in `dtype`, and in `product_dtype` where layers multiply matrices."""
     core = device.kind == "cpu"
     usual_flops, usual_bytes = _CORE if core else _ACCELERATOR
     reached = device.efficiency or (_REACHED_CORE if core else _REACHED)
     peaks = device.peak_flops_per_s
-    # A dtype without a path of its own runs as float32 does, one of 8 bits as 16 bits do.
-    peak = peaks.get(dtype) or peaks.get("float32") or max(peaks.values(), default=0.0)
-    share = _share(reached, dtype)
-    product, product_share, size = peak, share, float(DTYPE_BYTES[dtype])
+    # A dtype without a path of its own runs as float32 does.
+    peak = peaks.get(dtype) or peaks.get("float32") or max(peaks.values(), default=usual_flops)
+    plain = product = peak * _share(reached, dtype)
+    size = float(DTYPE_BYTES[dtype])
     if product_dtype and product_dtype in peaks:
-        product, product_share = peaks[product_dtype], _share(reached, product_dtype)
+        narrow = peaks[product_dtype] * _share(reached, product_dtype)
+        wide = _WIDE_SHARE.get(product_dtype, 0.0)
+        product = 1 / ((1 - wide) / narrow + wide / plain)
         size = _PRODUCT_BYTES.get(product_dtype, size)
-    scale = 1.0 if peak else 0.0
     return Speeds(
-        flops_per_s=peak or usual_flops,
-        product_flops_per_s=(product * product_share) if scale else usual_flops * share,
-        plain_flops_per_s=(peak or usual_flops) * share,
+        flops_per_s=peak,
+        product_flops_per_s=product,
+        plain_flops_per_s=plain,
         product_bytes=size,
         itemsize=DTYPE_BYTES[dtype],
         bytes_per_s=(device.memory_bytes_per_s or usual_bytes) * reached.memory,
         reached=reached,
         tensor_cores=not core,
         attention_factors=attention_factors,
-        guessed=not peak,
+        guessed=not peaks,
     )
 
 
@@ -144,9 +150,9 @@ def block_work(
     attend = back = 0.0
     for work in block.attention:
         seen = 1 - work.causal_flops / work.flops if work.flops else 0.0
-        peak, (onward, backward_factor) = speed.flops_per_s, speed.attention_factors
-        attend += microbatch * work.flops * seen / (peak * onward * reached.attention)
-        back += microbatch * work.backward_flops * seen / (peak * backward_factor * reached.backward_attention)
+        peak, factors = speed.flops_per_s, speed.attention_factors
+        attend += microbatch * work.flops * seen / (peak * factors[0] * reached.attention)
+        back += microbatch * work.backward_flops * seen / (peak * factors[1] * reached.backward_attention)
     if not block.products and block.forward_flops:  # known by its flops alone
         known = microbatch / speed.plain_flops_per_s
         forward = (block.forward_flops - block.causal_flops) * known
@@ -155,12 +161,19 @@ def block_work(
     moved = (block.element_bytes, block.backward_element_bytes)
     if not block.products and not block.element_bytes:
         moved = (block.moved_bytes - block.weight_bytes, 2 * (block.moved_bytes - block.weight_bytes))
-    scale = microbatch / speed.bytes_per_s
-    moved = (moved[0] * element_factors[0], moved[1] * element_factors[1])
+    # The gradient of a vocabulary's matrix is written, and that of a tied one added, once whatever the sequences.
+    once = speed.itemsize * (block.parameters * (block.kind == "embedding") + 3 * block.tied_parameters)
+    once = min(once, moved[1])
+    onward = microbatch * moved[0] * element_factors[0]
+    backward_bytes = once + microbatch * (moved[1] - once) * element_factors[1]
     return BlockWork(
         Phases(forward, inward, weight),
         Phases(attend, back, 0.0),
-        Phases(moved[0] * scale + block.kernels * started, moved[1] * scale + block.backward_kernels * started, 0.0),
+        Phases(
+            onward / speed.bytes_per_s + block.kernels * started,
+            backward_bytes / speed.bytes_per_s + block.backward_kernels * started,
+            0.0,
+        ),
     )
 
 
@@ -173,8 +186,9 @@ def _product(product: Product, rows: float, speed: Speeds, *, head: bool) -> Pha
     forward, inward, other = _multiply(m, k, n, *args), _multiply(m, n, k, *args), _multiply(k, m, n, *args)
     if size < speed.itemsize:
         # Narrow factors are made first: read for their largest value, read again, written as they are and transposed.
+        # Those of weights are made once a step.
         each = groups * (2 * speed.itemsize + 2 * size) / speed.bytes_per_s
-        forward, inward = forward + (m * k + k * n) * each, inward + m * n * each
+        forward, inward = forward + m * k * each, inward + m * n * each
     return Phases(forward, inward, other) if product.weighted else Phases(forward, inward + other, 0.0)
 
 

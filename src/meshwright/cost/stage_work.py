@@ -51,7 +51,8 @@ class Workshop:
     ) -> None:
         self._model, self._job, self._strategy = model, job, strategy
         self._groups = {name: placement.group(name) for name in ("tp", "cp", "ep")}
-        self._hidden = convention.tp_hidden if convention is not None else 0.0
+        self._exposed = 1 / strategy.tp if convention is not None and convention.tp_overlap else 1.0
+        self._fused = convention is not None and convention.fused_accumulation
         self._factor = convention.element_factor if convention is not None else (1.0, 1.0)
         told = convention.reduce_bytes if convention is not None else None
         self._reduce_bytes = DTYPE_BYTES[job.reduce_dtype] if told is None else told
@@ -79,7 +80,7 @@ class Workshop:
     def accumulated(self, stage: Stage, speed: Speeds) -> Phases:
         """Adding a microbatch's gradients to those before it: one is read, the sum is read and written. Where gradients
         are reduced every microbatch, the sum is this rank's share."""
-        if self._job.global_batch == self._strategy.dp * self._strategy.microbatch:
+        if self._fused or self._job.global_batch == self._strategy.dp * self._strategy.microbatch:
             return _NOTHING
         made, kept = DTYPE_BYTES[self._job.compute_dtype], self._reduce_bytes
         trained = sum(block.trained_parameters for block in stage.blocks)
@@ -144,8 +145,8 @@ class Workshop:
                     max(one, phases.forward - work.attention.forward * hides),
                     max(one, phases.input - work.attention.backward * hides),
                 )
-            elif entry.dimension == "tp" and self._hidden:
-                phases = phases.times(1 - self._hidden)
+            elif entry.dimension == "tp":
+                phases = phases.times(self._exposed)
             term = _OF_DIMENSION[entry.dimension]
             found[term] = found.get(term, _NOTHING).plus(phases)
         return found

@@ -139,7 +139,7 @@ class StepTime:
     def _speeds(self) -> tuple[Speeds, ...]:
         """By pipeline rank."""
         told = self._convention
-        named = (told.product_dtype, told.attention_speed) if told is not None else ("", (1.0, 1.0))
+        named = (told.product_dtype, told.attention_speed) if told is not None else ()
         found: dict[int, Speeds] = {}
         line = []
         for rank in range(self.strategy.pp):

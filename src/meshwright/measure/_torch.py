@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 # Tensors with shapes but no data, and what they raise when a model asks for data. The module has no public name (2.13).
@@ -22,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Flops per operation: `register_flop_formula` is public, reading the table is not (2.13).
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["NEEDS_DATA", "FakeTensorMode", "TorchDispatchMode", "flop_registry", "node_number", "running_node_number"]
+__all__ = ["NEEDS_DATA", "FakeTensorMode", "TorchDispatchMode", "flop_registry", "node_number", "running_node"]
 
 #: Errors that say: this operation cannot run without the data of its tensors.
 NEEDS_DATA: tuple[type[BaseException], ...] = (
@@ -43,7 +45,7 @@ def node_number() -> int:
     return node._sequence_nr()
 
 
-def running_node_number() -> int:
-    """The number of the autograd node whose backward runs (2.13: operations in a backward do not tell theirs)."""
-    number: int = torch._C._current_autograd_node()._sequence_nr()
-    return number
+def running_node() -> tuple[int, str] | None:
+    """Number and name of the autograd node whose backward runs (2.13: operations in a backward do not tell theirs)."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else (node._sequence_nr(), node.name())

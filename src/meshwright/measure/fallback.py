@@ -17,6 +17,7 @@ from meshwright.measure.stand_in import Held, as_for_training, held_parameters, 
 from meshwright.measure.values import TensorForm, find_tensors, map_values
 from meshwright.measure.walk import BlockFailed, Kept, Output, Record, measure_call
 from meshwright.spec.layout import Layout
+from meshwright.spec.model import Product
 
 __all__ = ["REAL_BYTES", "filled", "measure_alone", "needs_data", "reason_of"]
 
@@ -117,6 +118,13 @@ def _by_shapes(block: nn.Module, failure: BlockFailed) -> Record:
         tally.forward_flops += 2 * rows * products
         tally.backward_flops += (4 if parameter.trained else 2) * rows * products
         tally.moved_bytes += itemsize * (math.prod(parameter.shape) + rows * (read + written))
+        tally.kernels += 1
+        tally.backward_kernels += 2 if products else 1
+        if products:
+            tally.work.append(Product(rows, read, written, weighted=parameter.trained))
+        else:
+            tally.element_bytes += itemsize * (math.prod(parameter.shape) + rows * (read + written))
+            tally.backward_element_bytes += itemsize * rows * (2 * read + written)
         kept_bytes += rows * itemsize * (read + written)
         made_bytes += rows * itemsize * (written if products else 0)
     places = frozenset(range(len(inputs)))

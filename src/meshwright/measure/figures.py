@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from meshwright.measure.recorder import Tally
 from meshwright.measure.values import Storages, bytes_of, storages_of, tensor_bytes
 from meshwright.measure.walk import POLICIES, Call, Walk
+from meshwright.measure.work import Work
 
 __all__ = ["Figures", "WalkFigures", "add_up"]
 
@@ -18,12 +19,17 @@ _COUNTS = (
     "output_bytes",
     "gradient_bytes",
     "waiting_bytes",
+    "element_bytes",
+    "backward_element_bytes",
+    "kernels",
+    "backward_kernels",
 )
 
 
 @dataclass
 class Figures:
-    """What one block costs for a whole microbatch; `saved_bytes` and `alive_bytes` per recompute policy."""
+    """What one block costs for a whole microbatch; `saved_bytes` and `alive_bytes` per recompute policy; `work` is its
+    products and attention, one after the other."""
 
     forward_flops: int = 0
     backward_flops: int = 0
@@ -32,6 +38,11 @@ class Figures:
     output_bytes: int = 0
     gradient_bytes: int = 0
     waiting_bytes: int = 0
+    element_bytes: int = 0
+    backward_element_bytes: int = 0
+    kernels: int = 0
+    backward_kernels: int = 0
+    work: list[Work] = field(default_factory=list)
     saved_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(POLICIES, 0))
     alive_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(POLICIES, 0))
 
@@ -42,6 +53,11 @@ class Figures:
         self.causal_flops += tally.causal_flops
         self.moved_bytes += tally.moved_bytes
         self.waiting_bytes += bytes_of(tally.weight_inputs) + tally.weight_outputs_bytes
+        self.element_bytes += tally.element_bytes
+        self.backward_element_bytes += tally.backward_element_bytes
+        self.kernels += tally.kernels
+        self.backward_kernels += tally.backward_kernels
+        self.work += tally.work
 
     def line(self, other: Figures, sequences: int, others: int) -> tuple[Figures, Figures]:
         """The straight line through these figures of `sequences` and the other's of `others` sequences.
@@ -65,12 +81,15 @@ class Figures:
 
 @dataclass
 class WalkFigures:
-    """The figures of a walk: before the blocks, each block by its number, after them; bytes that the loss keeps."""
+    """The figures of a walk: before the blocks, each block by its number, after them; bytes that the loss keeps, and
+    that it reads and writes, forward and backward."""
 
     embedding: Figures
     blocks: list[Figures]
     head: Figures
     loss_bytes: int = 0
+    loss_element_bytes: int = 0
+    backward_loss_element_bytes: int = 0
 
 
 def add_up(walk: Walk) -> WalkFigures:
@@ -98,6 +117,8 @@ def add_up(walk: Walk) -> WalkFigures:
     done.embedding.gradient_bytes = tensor_bytes(tensor for tensor in walk.entering if tensor.requires_grad)
     for policy in POLICIES:
         _charge(walk, policy, done)
+    done.loss_element_bytes = walk.loss.element_bytes
+    done.backward_loss_element_bytes = walk.loss.backward_element_bytes
     return done
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwright.measure.recorder import Recorder, attention_flops
+from meshwright.measure.recorder import Recorder
+from meshwright.measure.work import above_the_diagonal, attention_work, grouped_work
 from meshwright.runtime.recompute import KEPT_BY_SELECTIVE
 from meshwright.spec.layout import Attention
 
@@ -86,9 +87,9 @@ def _attend(recorder: Recorder, *, fused: bool) -> Callable[..., torch.Tensor]:
         **options: Any,
     ) -> torch.Tensor:
         if is_causal:
-            recorder.tally.causal_flops += _above_the_diagonal(query, key, value)
+            recorder.tally.causal_flops += above_the_diagonal(query, key, value)
         if fused:
-            return _applied(_Fused, query, key, value, attn_mask, recorder)
+            return _applied(_Fused, query, key, value, attn_mask, is_causal, recorder)
         return real(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
     return attend
@@ -115,20 +116,18 @@ def _drop(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return drop
 
 
-def _above_the_diagonal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    """Flops of the pairs (i, j > i) that a causal mask takes out of S x T."""
-    rows, columns = query.shape[-2], key.shape[-2]
-    masked = min(rows, columns)
-    pairs = masked * (columns - 1) - masked * (masked - 1) // 2
-    return attention_flops(query, key, value) * pairs // (rows * columns)
-
-
 class _Fused(torch.autograd.Function):
     """A fused attention kernel on tensors without data: it keeps q, k, v, the mask, the output and its row sums."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, recorder: Recorder
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        is_causal: bool,
+        recorder: Recorder,
     ) -> torch.Tensor:
         # Kernels lay their output out as the queries are: with [B, S, N, D] in memory, heads merge without a copy.
         strides = query.stride()
@@ -140,14 +139,15 @@ class _Fused(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, mask, out, row_sums)
         ctx.recorder = recorder
         read = [query, key, value, *([] if mask is None else [mask])]
-        recorder.note_kernel(read, [out, row_sums], attention_flops(query, key, value), product=True)
+        ctx.work = attention_work(query, key, value, causal=is_causal)
+        recorder.note_kernel(read, [out, row_sums], ctx.work, product=True)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         query, key, value, *_ = ctx.saved_tensors
-        ctx.recorder.note_backward(attention_flops(query, key, value, backward=True))
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
+        ctx.recorder.note_backward(ctx.work.backward_flops, 1)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None, None
 
 
 class _Grouped(torch.autograd.Function):
@@ -157,16 +157,15 @@ class _Grouped(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, ends: Any, recorder: Recorder) -> torch.Tensor:
         out = x.new_empty(*x.shape[:-1], y.shape[-1])
         ctx.save_for_backward(x, y, ends)
-        ctx.recorder, ctx.flops = recorder, 2 * x.numel() * y.shape[-1]
-        recorder.note_kernel(
-            [x, y, *([] if ends is None else [ends])], [out], ctx.flops, product=_KEEPS_GROUPED, weight=y
-        )
+        ctx.recorder, ctx.work = recorder, grouped_work(x, y)
+        read = [x, y, *([] if ends is None else [ends])]
+        recorder.note_kernel(read, [out], ctx.work, product=_KEEPS_GROUPED, weight=y)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         x, y, _ = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:2]
-        ctx.recorder.note_backward(ctx.flops * sum(wanted))
+        ctx.recorder.note_backward(ctx.work.flops * sum(wanted), sum(wanted))
         made = (torch.empty_like(tensor) if needed else None for tensor, needed in zip((x, y), wanted, strict=True))
         return *made, None, None

@@ -9,9 +9,9 @@ from torch import nn
 
 from meshwright.errors import ConfigError
 from meshwright.measure.described import TracedModel, describe_module
-from meshwright.measure.target import load_built
+from meshwright.measure.target import ModelLike, load_built
 
-__all__ = ["named_module"]
+__all__ = ["language_model", "named_module"]
 
 _FORMS = "a module that takes token ids, or (module, inputs), or (module, inputs, loss, targets)"
 
@@ -28,13 +28,19 @@ def named_module(text: str, *, sequence: int) -> TracedModel:
     """
     built = load_built(text)
     if isinstance(built, nn.Module):
-        ids = torch.ones(1, sequence, dtype=torch.int64)
-        return describe_module(built, ids, loss=_cross_entropy, targets=ids, name=text)
+        return language_model(built, sequence, name=text)
     if isinstance(built, tuple) and len(built) in (2, 4) and isinstance(built[0], nn.Module):
         module, inputs, *rest = built
         loss, targets = rest or (None, None)
         return describe_module(module, inputs, loss=loss, targets=targets, name=text)
     raise ConfigError(f"{text} returned a {type(built).__name__}", fix=f"return {_FORMS}")
+
+
+def language_model(model: ModelLike, sequence: int, *, name: str = "") -> TracedModel:
+    """A module that takes token ids and returns logits, or a function that builds one, with the cross entropy over all
+    `sequence` tokens of a sequence."""
+    ids = torch.ones(1, sequence, dtype=torch.int64)
+    return describe_module(model, ids, loss=_cross_entropy, targets=ids, name=name)
 
 
 def _cross_entropy(outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, Any]:

@@ -10,25 +10,23 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from meshwright.measure._torch import TorchDispatchMode, flop_registry, running_node_number
+from meshwright.measure._torch import TorchDispatchMode, flop_registry, running_node
 from meshwright.measure.values import Storages, storages_of
+from meshwright.measure.work import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    PRODUCTS,
+    PRODUCTS_BACKWARD,
+    Work,
+    attention_flops,
+    element_bytes,
+    grouped_work,
+    work_of,
+)
 from meshwright.runtime.recompute import KEPT_BY_SELECTIVE
 
-__all__ = ["Recorder", "Tally", "attention_flops"]
+__all__ = ["Recorder", "Tally"]
 
-_ATEN = torch.ops.aten
-#: Attention kernels; their first three tensors are query, key and value (after the gradient in a backward).
-_ATTENTION = frozenset(
-    {
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    }
-)
-_ATTENTION_BACKWARD = frozenset(f"{name}_backward" for name in _ATTENTION)
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "grouped_mm_fallback"})
-_GROUPED = frozenset({"_grouped_mm", "grouped_mm_fallback"})
 _UNWRITTEN = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather"})
 _FILLS = frozenset({"fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", "random_"})
@@ -44,7 +42,8 @@ class Tally:
     `products`: storages of what selective recompute keeps, `unasked` those made after the last tensor that autograd
     keeps: a second forward stops before them. `weight_inputs`, `weight_outputs_bytes`: inputs of products
     with a trained weight, and bytes of their outputs. `read`: storages that were read; `made`: those that were
-    written, where this is asked for.
+    written, where this is asked for. `work`: products and attention of the forward; `element_bytes` and
+    `backward_element_bytes`: what all else read and wrote, `kernels` and `backward_kernels`: operations of any kind.
     """
 
     forward_flops: int = 0
@@ -58,6 +57,11 @@ class Tally:
     weight_inputs: Storages = field(default_factory=dict)
     read: set[int] = field(default_factory=set)
     made: Storages | None = None
+    work: list[Work] = field(default_factory=list)
+    element_bytes: int = 0
+    backward_element_bytes: int = 0
+    kernels: int = 0
+    backward_kernels: int = 0
 
 
 class Recorder(TorchDispatchMode):
@@ -70,8 +74,10 @@ class Recorder(TorchDispatchMode):
     def __init__(self, parameters: Mapping[int, bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its modes without annotations
         self._parameters = parameters
+        self._casts: Storages = {}
         self.tally = Tally()
         self._backward: Callable[[int], Tally] | None = None
+        self._elements: Callable[[int], Tally] | None = None
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -80,18 +86,27 @@ class Recorder(TorchDispatchMode):
             yield
 
     @contextmanager
-    def in_backward(self, tally_of: Callable[[int], Tally]) -> Iterator[None]:
-        """Inside, only flops of the backward are counted, to the tally of each autograd node's number."""
-        self._backward = tally_of
+    def in_backward(
+        self, tally_of: Callable[[int], Tally], elements_of: Callable[[int], Tally] | None = None
+    ) -> Iterator[None]:
+        """Inside, only the backward is counted, to the tally of each autograd node's number; `elements_of`: to which
+        what is no product goes, where that is another."""
+        self._backward, self._elements = tally_of, elements_of or tally_of
         try:
             yield
         finally:
-            self._backward = None
+            self._backward = self._elements = None
 
-    def note_backward(self, flops: int) -> None:
-        """Count flops of the autograd node that runs now."""
-        if self._backward is not None and flops:
-            self._backward(running_node_number()).backward_flops += flops
+    def note_backward(self, flops: int, kernels: int = 0, element_bytes: int = 0) -> None:
+        """Count what the autograd node that runs now does: flops, or bytes that other operations move."""
+        node = running_node()
+        if self._backward is None or self._elements is None or node is None:
+            return
+        self._backward(node[0]).backward_flops += flops
+        if not node[1].endswith("AccumulateGrad"):  # of gradients over microbatches, not of a backward
+            tally = self._elements(node[0])
+            tally.backward_kernels += kernels
+            tally.backward_element_bytes += element_bytes
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self.tally.kept.update(self.activations([tensor]))
@@ -111,13 +126,15 @@ class Recorder(TorchDispatchMode):
         self,
         read: list[torch.Tensor],
         written: list[torch.Tensor],
-        flops: int,
+        work: Work,
         *,
         product: bool = False,
         weight: torch.Tensor | None = None,
     ) -> None:
         """Count a kernel that is no operation of PyTorch. `product`: selective recompute keeps what it writes."""
-        self.tally.forward_flops += flops
+        self.tally.forward_flops += work.flops
+        self.tally.work.append(work)
+        self.tally.kernels += 1
         self.tally.moved_bytes += sum(tensor.nbytes for tensor in (*read, *written))
         self.tally.read.update(storages_of(read))
         if product:
@@ -131,6 +148,10 @@ class Recorder(TorchDispatchMode):
             self.tally.weight_inputs.update(self.activations(matrices))
             self.tally.weight_outputs_bytes += sum(tensor.nbytes for tensor in written)
 
+    def _is_trained(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a parameter that gets a gradient, or one in another dtype."""
+        return any(self._parameters.get(key) or key in self._casts for key in storages_of([tensor]))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace != "prim":
@@ -139,25 +160,36 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func.overloadpacket.__name__
-        if self._backward is not None:
-            self.note_backward(_flops(func, name, args, kwargs, result))
-            return
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         sources = storages_of(read)
         if not func._schema.is_mutable:
             written = [tensor for tensor in written if not storages_of([tensor]).keys() <= sources.keys()]
-        if not written or name in _UNWRITTEN:
+        nothing = not written or name in _UNWRITTEN
+        if self._backward is not None:
+            flops = _flops(func, name, args, kwargs, result)
+            moved = 0 if nothing or flops else element_bytes(name, read, written)
+            self.note_backward(flops, 0 if nothing else 2 if name in PRODUCTS_BACKWARD else 1, moved)
+            return
+        if nothing:
             return
         tally = self.tally
-        tally.forward_flops += _flops(func, name, args, kwargs, result)
+        work = work_of(func, name, args, kwargs, result, self._is_trained)
+        tally.kernels += 1
+        if name == "_to_copy" and self._is_trained(read[0]):
+            self._casts.update(storages_of(written))
+        if work is not None:
+            tally.work.append(work)
+        else:
+            tally.element_bytes += element_bytes(name, read, written)
+        tally.forward_flops += work.flops if work is not None else _flops(func, name, args, kwargs, result)
         tally.moved_bytes += _moved(name, read, written)
         tally.read.update(sources)
         if tally.made is not None:
             tally.made.update(self.activations(written))
         if func in KEPT_BY_SELECTIVE:
             self._keep_product(written)
-        if name in _PRODUCTS:
+        if name in PRODUCTS:
             self._note_weight(read, written)
 
 
@@ -170,24 +202,14 @@ def _moved(name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> 
     return size + sum(tensor.nbytes for tensor in read)
 
 
-def attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, backward: bool = False) -> int:
-    """Flops of attention over all pairs: [.., N, S, D], [.., K, T, D], [.., K, T, E]; N counts all heads.
-
-    Backward: a kernel computes the scores again (Dao et al. 2022, arXiv 2205.14135): five products, not four.
-    """
-    rows, channels, channels_out = query.numel() // query.shape[-1], query.shape[-1], value.shape[-1]
-    products = 3 * channels + 2 * channels_out if backward else channels + channels_out
-    return 2 * rows * key.shape[-2] * products
-
-
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
-    if name in _ATTENTION:
+    if name in ATTENTION:
         return attention_flops(*args[:3])
-    if name in _ATTENTION_BACKWARD:
+    if name in ATTENTION_BACKWARD:
         return attention_flops(*args[1:4], backward=True)
     if name == "grouped_mm_fallback_backward":
         return 4 * int(args[0].numel()) * int(args[1].shape[-1])
-    if name in _GROUPED:
-        return 2 * int(args[0].numel()) * int(args[1].shape[-1])
+    if name in ("_grouped_mm", "grouped_mm_fallback"):
+        return grouped_work(*args[:2]).flops
     formula = flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0

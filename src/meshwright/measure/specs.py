@@ -11,7 +11,8 @@ from meshwright.measure.figures import Figures, WalkFigures
 from meshwright.measure.stand_in import Held
 from meshwright.measure.values import bytes_of, storages_of
 from meshwright.measure.walk import POLICIES
-from meshwright.spec.model import BlockSpec
+from meshwright.measure.work import Work, for_one
+from meshwright.spec.model import AttentionWork, BlockSpec, Product
 
 __all__ = ["Ownership", "block_specs"]
 
@@ -89,7 +90,8 @@ def block_specs(
         kind, name = (
             ("layer", names[index - 1]) if is_layer else ("head", "head") if index else ("embedding", "embedding")
         )
-        specs.append(_spec(name, kind, held, tied, ownership.buffer_bytes[index], slope, start))
+        work = for_one(figures.work, sequences, other.work, others)
+        specs.append(_spec(name, kind, held, tied, ownership.buffer_bytes[index], slope, start, work))
     return tuple(specs)
 
 
@@ -101,6 +103,7 @@ def _spec(
     buffer_bytes: int,
     slope: Figures,
     start: Figures,
+    work: Sequence[Work],
 ) -> BlockSpec:
     fixed = max(0, min(start.saved_bytes[policy] for policy in POLICIES))
 
@@ -108,6 +111,8 @@ def _spec(
         # What only some policies keep once per microbatch is counted for each sequence: exact for one, else too much.
         return {policy: max(0, per_sequence[policy] + once[policy] - fixed) for policy in POLICIES}
 
+    flops = slope.forward_flops + start.forward_flops
+    known = work if sum(one.flops for one in work) == flops else ()  # else known by its flops alone
     return BlockSpec(
         name=name,
         kind=kind,  # type: ignore[arg-type]  # one of the three kinds
@@ -116,7 +121,7 @@ def _spec(
         tensors=tuple(_shape(parameter) for parameter in held),
         frozen=tuple(_shape(parameter) for parameter in held if not parameter.trained),
         buffer_bytes=buffer_bytes,
-        forward_flops=slope.forward_flops + start.forward_flops,
+        forward_flops=flops,
         backward_flops=slope.backward_flops + start.backward_flops,
         causal_flops=slope.causal_flops + start.causal_flops,
         moved_bytes=slope.moved_bytes + start.moved_bytes,
@@ -127,6 +132,12 @@ def _spec(
         saved_bytes=kept(slope.saved_bytes, start.saved_bytes),
         alive_bytes=kept(slope.alive_bytes, start.alive_bytes),
         fixed_bytes=fixed,
+        products=tuple(one for one in known if isinstance(one, Product)),
+        attention=tuple(one for one in known if isinstance(one, AttentionWork)),
+        element_bytes=max(0, slope.element_bytes + start.element_bytes),
+        backward_element_bytes=max(0, slope.backward_element_bytes + start.backward_element_bytes),
+        kernels=slope.kernels + start.kernels,
+        backward_kernels=slope.backward_kernels + start.backward_kernels,
     )
 
 

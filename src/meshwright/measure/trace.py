@@ -144,6 +144,8 @@ class _Tracer:
             layout=self.layout,
             blocks=block_specs(names, ownership, (first, few), (second, few + 1), recompute=not self.whole),
             loss_bytes=max(0, second.loss_bytes - first.loss_bytes),
+            loss_element_bytes=max(0, second.loss_element_bytes - first.loss_element_bytes),
+            backward_loss_element_bytes=max(0, second.backward_loss_element_bytes - first.backward_loss_element_bytes),
             source="; ".join((f"trace on tensors without data (PyTorch {torch.__version__})", *self.notes)),
         )
 

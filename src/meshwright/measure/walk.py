@@ -122,11 +122,17 @@ class Walk:
             self.outputs = find_tensors(outputs)
             self.used.update(_keys(self.outputs), *(segment.read for segment in self.segments))
             ends = self.outputs
+            self.recorder.tally = Tally()
+            after = node_number()
             if loss is not None:
                 self.recorder.tally = self.loss
                 ends = [loss(outputs)]
             self.roots.extend(tensor for tensor in ends if tensor.grad_fn is not None)
-            with self.recorder.in_backward(lambda number: self.segments[bisect_right(self.starts, number) - 1]):
+
+            def segment(number: int) -> Tally:
+                return self.segments[bisect_right(self.starts, number) - 1]
+
+            with self.recorder.in_backward(segment, lambda number: self.loss if number >= after else segment(number)):
                 _backward(self.roots)
         return outputs
 

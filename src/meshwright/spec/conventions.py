@@ -65,7 +65,8 @@ class Convention:
 
     Time: `attention_speed` is what its attention kernel reaches over FlashAttention-2, forward and backward, `element_factor` what memory-bound
     operations move over what is counted, forward and backward, `reduce_bytes` the bytes of a gradient in its reduction, `overlap` whether
-    gathers and reductions run beside compute, `tp_hidden` the share of tensor-parallel communication that does,
+    gathers and reductions run beside compute, `tp_overlap` whether tensor-parallel communication does, in as
+    many pieces as ranks, `fused_accumulation` whether products add to the gradients of earlier microbatches themselves,
     `cp_balanced` whether context parallelism gives every rank as many unmasked pairs, `blocking` whether pipeline ranks
     wait for each other's messages.
     `product_dtype` is the dtype in which the layers multiply by their weights ("" for the compute dtype); attention and
@@ -90,7 +91,8 @@ class Convention:
     element_factor: tuple[float, float] = (1.0, 1.0)
     reduce_bytes: float | None = None
     overlap: bool = True
-    tp_hidden: float = 0.0
+    tp_overlap: bool = False
+    fused_accumulation: bool = False
     cp_balanced: bool = True
     blocking: bool = False
     fitted: tuple[str, ...] = ()
@@ -241,6 +243,8 @@ _MEGATRON_CORE = Convention(
     logit_bytes=6,
     reads="reserved",
     attention_speed=_CUDNN_ATTENTION,
+    tp_overlap=True,
+    fused_accumulation=True,
 )
 _DEEPSPEED = Convention(
     name="DeepSpeed",

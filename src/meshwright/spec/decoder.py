@@ -133,6 +133,7 @@ def described(shape: DecoderShape) -> DecoderModel:
         intermediate=shape.intermediate_size,
         heads=heads,
         head=Head(kind="vocabulary", size=shape.vocab_size, tied=shape.tie_word_embeddings),
+        halved=True,
     )
     layers = (FULL,) * shape.num_hidden_layers
     return llama_model("decoder", sizes, layers, longest=shape.max_position_embeddings, source="built-in decoder")

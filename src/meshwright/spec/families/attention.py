@@ -8,6 +8,7 @@ from meshwright.errors import UnsupportedCombination
 from meshwright.spec.families.record import Value
 from meshwright.spec.families.tape import Tape
 from meshwright.spec.layout import Layout
+from meshwright.spec.model import AttentionWork, Product
 
 __all__ = ["Heads", "attention", "fused_projection", "projections"]
 
@@ -49,14 +50,15 @@ def projections(tape: Tape, x: Value, heads: Heads, *, bias: bool = False) -> tu
 
 
 def fused_projection(
-    tape: Tape, x: Value, heads: Heads, *, bias: bool = False, transposed: bool = False
+    tape: Tape, x: Value, heads: Heads, *, bias: bool = False, transposed: bool = False, sliced: bool = False
 ) -> tuple[Value, Value, Value]:
-    """Queries, keys and values as views of one product's output; `heads` are the whole model's."""
+    """Queries, keys and values as views of one product's output, by one split or `sliced` one by one; `heads` are the
+    whole model's."""
     here = heads.on(tape.layout)
     query, key = here.heads * here.size, here.groups * here.size
     width = query + 2 * key
     mixed = tape.linear(x, width, bias=bias, parallel="column", local=width, transposed=transposed)
-    q, k, v = tape.split(mixed, query, key, key)
+    q, k, v = (tape.slices if sliced else tape.split)(mixed, query, key, key)
     return q, k, v
 
 
@@ -98,7 +100,7 @@ def attention(
         tape.collective("send", "cp", k.bytes + v.bytes, forward=hops, backward=2 * hops)
     if tape.layout.attention == "flash" and (kernel or not tape.eager):
         out = _kernel(tape, q, k, v, here, window)
-        return tape.unary("contiguous", out) if tape.eager and headwise else out
+        return tape.contiguous(out) if tape.eager and headwise else out
     return _scores(tape, q, k, v, here, window=window, softcap=softcap, dropout=dropout, scaled=scaled, wide=wide)
 
 
@@ -114,7 +116,7 @@ def _kernel(tape: Tape, q: Value, k: Value, v: Value, here: Heads, window: int) 
         saves.append(tape.apply("where", [tape.foreign(q.rows, sequence, 1)], [mask]))
         here = Heads(heads=here.heads, groups=here.heads, size=here.size)
     out = tape.new(q.rows, here.heads * (v.width // here.groups))
-    sums = tape.new(q.rows, here.heads, tape.wide_bytes)
+    sums = tape.new(q.rows, here.heads, tape.wide_bytes, grad=False)
     flops = 2 * q.rows * sequence * channels
     return tape.apply(
         "attention",
@@ -122,9 +124,7 @@ def _kernel(tape: Tape, q: Value, k: Value, v: Value, here: Heads, window: int) 
         [out, sums],
         saves=[q, k, v, out, sums, *saves],
         product=True,
-        flops=flops,
-        backward_flops=5 * flops // 2,
-        causal_flops=_skipped(tape.layout, window, channels),
+        work=AttentionWork(flops, 5 * flops // 2, _skipped(tape.layout, window, channels), here.size),
     )
 
 
@@ -148,21 +148,24 @@ def _scores(
     sequence, value_size = tape.layout.sequence, v.width // here.groups
     skipped = [_skipped(tape.layout, window, width) for width in (q.width, here.heads * value_size)]
     if tape.eager:
-        q, k, v = tape.unary("contiguous", q), _repeated(tape, k, here), _repeated(tape, v, here)
-    pairs = tape.new(here.heads * q.rows, sequence)
-    likely = tape.matmul(q, k, pairs, inner=q.width // here.heads, skipped=skipped[0])
+        q, k, v = tape.contiguous(q), _repeated(tape, k, here), _repeated(tape, v, here)
+    rows, groups = here.heads * q.rows, here.heads
+    pairs = tape.new(rows, sequence)
+    scores = Product(rows, q.width // groups, sequence, groups, weighted=False)
+    likely = tape.matmul(q, k, pairs, scores, skipped=skipped[0])
     likely = tape.scale(likely) if scaled and tape.eager else likely
     likely = tape.softcap(likely) if softcap else likely
     if tape.eager:
         mask = tape.foreign(q.rows, sequence)
-        likely = tape.apply("add", [likely, mask], [tape.new(pairs.rows, pairs.width)])
-        size = tape.wide_bytes if wide else tape.compute_bytes
-        likely = tape.cast(tape.unary("softmax", likely, saves="output", itemsize=size), tape.compute_bytes)
+        likely = tape.add(likely, mask)
+        likely = tape.cast(likely, tape.wide_bytes if wide else tape.compute_bytes)
+        likely = tape.cast(tape.unary("softmax", likely, saves="output"), tape.compute_bytes)
     else:
         likely = tape.unary("softmax", likely, saves="output")
     likely = tape.dropout(likely, dropout)
-    out = tape.matmul(likely, v, tape.new(q.rows, here.heads * value_size), inner=sequence, skipped=skipped[1])
-    return tape.unary("contiguous", out) if tape.eager else out
+    mixing = Product(rows, sequence, value_size, groups, weighted=False)
+    out = tape.matmul(likely, v, tape.new(q.rows, groups * value_size), mixing, skipped=skipped[1])
+    return tape.contiguous(out) if tape.eager else out
 
 
 def _repeated(tape: Tape, x: Value, here: Heads) -> Value:

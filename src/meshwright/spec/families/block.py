@@ -8,7 +8,8 @@ from typing import Literal
 
 from meshwright.spec.families.record import Storage, Value
 from meshwright.spec.families.tape import Tape
-from meshwright.spec.model import BlockCollective, BlockSpec
+from meshwright.spec.families.traffic import Traffic
+from meshwright.spec.model import AttentionWork, BlockCollective, BlockSpec, Product
 
 __all__ = ["block_of"]
 
@@ -41,6 +42,7 @@ def block_of(
         alive = {"none": none, "selective": _bytes(kept | inputs | left), "full": _bytes(kept | inputs)}
     weighted = [operation for operation in operations if operation.product and operation.weight_bytes]
     waiting = {storage for operation in weighted for storage in operation.saves}
+    traffic = Traffic.of(operations, output, fuses=not tape.eager)
     return BlockSpec(
         name=name,
         kind=kind,
@@ -61,6 +63,12 @@ def block_of(
         output_bytes=output.bytes,
         backward_extra_bytes=output.bytes,
         collectives=_merged(tape.collectives),
+        products=tuple(operation.work for operation in operations if isinstance(operation.work, Product)),
+        attention=tuple(operation.work for operation in operations if isinstance(operation.work, AttentionWork)),
+        element_bytes=traffic.forward_bytes,
+        backward_element_bytes=traffic.backward_bytes,
+        kernels=traffic.kernels,
+        backward_kernels=traffic.backward_kernels,
     )
 
 

@@ -16,6 +16,7 @@ from meshwright.spec.families.experts import divided_by_sum, experts, top
 from meshwright.spec.families.parts import gated_mlp, outputs
 from meshwright.spec.families.record import Value
 from meshwright.spec.families.tape import Tape
+from meshwright.spec.model import Product
 
 __all__ = ["deepseek_v2", "deepseek_v3"]
 
@@ -204,17 +205,17 @@ def _attention(tape: Tape, x: Value, latent: _Latent, rotate: _Rotation) -> Valu
     turned = tape.enter(turned)
     q_rotated = rotate(tape, q.view(q.rows, here * latent.rotary), here, latent.rotary)
     k_rotated = rotate(tape, turned, 1, latent.rotary)
-    q = tape.apply("cat", [q.view(q.rows, here * latent.plain), q_rotated], [tape.new(q.rows, wide)])
+    q = tape.cat([q.view(q.rows, here * latent.plain), q_rotated], tape.new(q.rows, wide))
     both = tape.linear(narrow, spread, parallel="column", local=spread)
     plain, v = tape.split(both, here * latent.plain, here * latent.value)
-    k = tape.apply("cat", [plain, k_rotated], [tape.new(q.rows, wide)])
+    k = tape.cat([plain, k_rotated], tape.new(q.rows, wide))
     stored = tape.eager and tape.layout.attention == "math"
-    v = tape.unary("contiguous", v) if stored else v
+    v = tape.contiguous(v) if stored else v
     mixed = attention(tape, q, k, v, latent.scores, dropout=latent.dropout)
     if (
         tape.eager and not stored
     ):  # queries lie head by head, so does the kernel's output, the product wants token by token
-        mixed = tape.unary("contiguous", mixed)
+        mixed = tape.contiguous(mixed)
     return tape.linear(mixed, latent.hidden, bias=latent.biased, parallel="row")
 
 
@@ -226,13 +227,13 @@ def _interleaved_rotation(tape: Tape, x: Value, heads: int, channels: int) -> Va
     """Even and odd channels turned as pairs, then joined: four products with the halves of the tables, two sums."""
     if not tape.eager:
         return tape.rotate(x, heads, channels)
-    even, odd = (x.view(x.rows, x.width // 2) for _ in range(2))
+    even, odd = tape.slices(x, x.width // 2, x.width // 2)
     tables = [tape.foreign(tape.layout.tokens, channels // 2) for _ in range(2)]
     turned = [
         tape.add(tape.multiply(one, tables[0]), tape.multiply(other, tables[1]))
         for one, other in ((even, odd), (odd, even))
     ]
-    return tape.apply("cat", turned, [tape.new(x.rows, x.width, x.itemsize)])
+    return tape.cat(turned, tape.new(x.rows, x.width, x.itemsize))
 
 
 def _complex_rotation(tape: Tape, x: Value, heads: int, channels: int) -> Value:
@@ -293,12 +294,12 @@ def _router(tape: Tape, x: Value, mixture: _Mixture) -> Value:
 def _wide_product(tape: Tape, x: Value, outputs: int) -> Value:
     """x times the router's matrix in float32. Kept: both in float32, where they were not."""
     weight = tape.parameter(outputs, x.width)
-    flops = 2 * x.rows * x.width * outputs
+    work = Product(x.rows, x.width, outputs)
     out = tape.new(x.rows, outputs, _WIDE_BYTES)
     saves = [x]
     if tape.eager and x.itemsize != _WIDE_BYTES:
         copy = tape.new(outputs, x.width, _WIDE_BYTES)  # as for one sequence: a microbatch makes it once
         tape.apply("cast", [weight], [copy])
         saves = [tape.cast(x, _WIDE_BYTES), copy]
-    tape.apply("linear", [saves[0], weight], [out], saves=saves, product=True, flops=flops, backward_flops=2 * flops)
+    tape.apply("linear", [saves[0], weight], [out], saves=saves, product=True, work=work)
     return out

@@ -72,6 +72,7 @@ class DecoderModel:
         head = block_of("lm_head", "head", last, self.head(last, last.input(self.hidden)))
         vocabulary = -(-self.predicts // layout.tp)
         label = _LABEL_BYTES if self.predicts else 0
+        forward, backward = _loss_traffic(last, vocabulary)
         return ModelSpec(
             name=self.name,
             layout=layout,
@@ -81,6 +82,8 @@ class DecoderModel:
                 head,
             ),
             loss_bytes=layout.tokens * (vocabulary * last.wide_bytes + label),
+            loss_element_bytes=forward,
+            backward_loss_element_bytes=backward,
             source=self.source,
         )
 
@@ -115,3 +118,17 @@ class DecoderModel:
 
     def _divides(self, tp: int) -> bool:
         return self.heads.divides(tp) and all(size % tp == 0 for _, size in self.divided)
+
+
+def _loss_traffic(tape: Tape, vocabulary: int) -> tuple[int, int]:
+    """Bytes that cross entropy over this rank's part of the vocabulary reads and writes, forward and backward.
+
+    Operations one by one: a cast to float32 where the logits are narrower, the logarithm of a softmax, and of it the
+    labels' values; back, a gradient that is zero but for them, that of the softmax, and the cast. A fused kernel reads
+    the logits twice, for their maximum and sum and for the labels; back, it reads them and writes their gradient.
+    """
+    narrow, wide = (tape.layout.tokens * vocabulary * size for size in (tape.compute_bytes, tape.wide_bytes))
+    if not tape.eager:
+        return 2 * narrow, 2 * narrow
+    cast = narrow + wide if wide > narrow else 0
+    return cast + 2 * wide, wide + 3 * wide + cast

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from meshwright.errors import UnsupportedCombination
-from meshwright.spec.families.record import Value
+from meshwright.spec.families.record import Backward, Value
 from meshwright.spec.families.tape import Tape
+from meshwright.spec.model import Product
 
 __all__ = ["divided_by_sum", "experts", "softmax_router", "top"]
 
@@ -31,7 +32,8 @@ def softmax_router(tape: Tape, x: Value, *, count: int, chosen: int, normalised:
 def top(tape: Tape, x: Value, chosen: int) -> tuple[Value, Value]:
     """The largest values of each row, and their places, which are kept."""
     places = tape.new(x.rows, chosen, _ID_BYTES, grad=False)
-    return tape.apply("topk", [x], [tape.new(x.rows, chosen, x.itemsize), places], saves=[places]), places
+    best = tape.new(x.rows, chosen, x.itemsize)
+    return tape.apply("topk", [x], [best, places], saves=[places], backward=_spread(tape, x, best, places)), places
 
 
 def divided_by_sum(tape: Tape, x: Value) -> Value:
@@ -65,27 +67,38 @@ def experts(
     rows, hidden = x.rows * chosen, x.width
     source, order, back = (tape.new(rows, 1, _ID_BYTES, grad=False) for _ in range(3))
     tape.apply("sort", [order], [order, source])
-    into = tape.apply("gather", [x, source], [tape.new(rows, hidden, x.itemsize)], saves=[source])
-    part = tape.apply("gather", [share, order], [tape.new(rows, 1, share.itemsize)], saves=[order])
+    into = _gathered(tape, x, source, hidden)
+    part = _gathered(tape, share, order, 1)
     if ep > 1:
         tape.collective("all_to_all", "ep", into.bytes, forward=2, backward=2)
     mixed = _product(tape, into, (count // ep, 2 * width, hidden), 2 * width)
     gate, up = tape.split(mixed, width, width)
     out = _product(tape, tape.gated(gate, up, activation), (count // ep, hidden, width), hidden)
     wide = max(out.itemsize, part.itemsize)
-    weighted = tape.apply("multiply", [out, part], [tape.new(rows, hidden, wide)], saves=[out, part])
-    weighted = tape.apply("gather", [weighted, back], [tape.new(rows, hidden, wide)], saves=[back])
+    product = tape.new(rows, hidden, wide)
+    steps = tape.multiplied(out, part, product)
+    weighted = tape.apply("multiply", [out, part], [product], saves=[out, part], backward=steps)
+    weighted = _gathered(tape, weighted, back, hidden)
     return tape.cast(tape.apply("sum", [weighted], [tape.new(x.rows, hidden, wide)]), x.itemsize)
 
 
+def _gathered(tape: Tape, x: Value, places: Value, width: int) -> Value:
+    """Rows of x in the order of `places`, which are kept."""
+    out = tape.new(places.rows, width, x.itemsize)
+    return tape.apply("gather", [x, places], [out], saves=[places], backward=_spread(tape, x, out, places))
+
+
+def _spread(tape: Tape, x: Value, out: Value, places: Value) -> Backward | None:
+    """PyTorch's backward of a lookup in x: zeros, to which the gradient's rows are added in their places."""
+    return Backward(x.bytes + 3 * out.bytes + places.bytes, 2) if tape.eager and x.grad else None
+
+
 def _product(tape: Tape, x: Value, shape: tuple[int, ...], outputs: int) -> Value:
-    flops = 2 * x.rows * x.width * outputs
     return tape.apply(
         "grouped_matmul",
         [x, tape.parameter(*shape, expert=True)],
         [tape.new(x.rows, outputs)],
         saves=[x],
         product=True,
-        flops=flops,
-        backward_flops=2 * flops,
+        work=Product(x.rows, x.width, outputs, shape[0], experts=True),
     )

@@ -181,7 +181,7 @@ def bloom(keys: Keys) -> DecoderModel:
 
     def layer(tape: Tape, x: Value, kind: str) -> Value:
         normed = tape.layer_norm(x)
-        q, k, v = fused_projection(tape, normed, heads, bias=True)
+        q, k, v = fused_projection(tape, normed, heads, bias=True, sliced=True)
         mixed = attention(tape, q, k, v, heads, kernel=False, dropout=dropping, scaled=False)
         mixed = tape.dropout(tape.linear(mixed, hidden, bias=True, parallel="row"), residual)
         x = tape.add(normed if after else x, mixed)

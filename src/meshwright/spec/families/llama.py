@@ -41,7 +41,8 @@ class LlamaShape:
     to the rest (Phi-3). `head_norms`: queries and keys are normed per head (Qwen3, Gemma 3). `offset_norms`: Gemma's
     RMSNorm; `post_norms`: the outputs of attention and MLP are normed too (Gemma 2 and 3). `scaled`: embeddings are
     multiplied by a number. `rotary`: channels of a head that are rotated, 0 for all; `tables`: how many pairs of rotary
-    tables there are. `kernel` and `softcap` as in `attention`.
+    tables there are. `halved` as in `Tape.rotate`,
+    `kernel` and `softcap` as in `attention`.
     """
 
     vocabulary: int
@@ -61,6 +62,7 @@ class LlamaShape:
     offset_norms: bool = False
     post_norms: bool = False
     scaled: bool = False
+    halved: bool = False
     softcap: bool = False
     kernel: bool = True
     dropout: float = 0.0
@@ -118,8 +120,8 @@ def self_attention(tape: Tape, x: Value, shape: LlamaShape, window: int) -> Valu
     if shape.head_norms:
         q, k = (_head_norm(tape, y, here.size, offset=shape.offset_norms) for y in (q, k))
     rotary = shape.rotary or here.size
-    q = tape.rotate(q, here.heads, rotary, joined=shape.fused)
-    k = tape.rotate(k, here.groups, rotary, joined=shape.fused)
+    q = tape.rotate(q, here.heads, rotary, joined=shape.fused, halved=shape.halved)
+    k = tape.rotate(k, here.groups, rotary, joined=shape.fused, halved=shape.halved)
     mixed = attention(
         tape,
         q,

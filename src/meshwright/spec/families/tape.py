@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from meshwright.errors import ConfigError
-from meshwright.spec.families.record import Parameter, Record, Value
-from meshwright.spec.model import BlockCollective
+from meshwright.spec.families.record import Backward, Parameter, Record, Value
+from meshwright.spec.model import BlockCollective, Product
 
 __all__ = ["ACTIVATIONS", "Tape"]
 
 _ID_BYTES = 8  # token ids, labels and positions are int64
 _STATISTIC_BYTES = 4
+_BLOOM_PASSES = 44  # over x in the backward of Bloom's GELU, which computes its formula anew
 
 #: Activation functions by Hugging Face's names, and how PyTorch executes each.
 ACTIVATIONS = {
@@ -55,19 +56,23 @@ class Tape(Record):
         Under tensor parallelism the vocabulary is padded to a multiple of tp and cut; partial rows are summed.
         """
         tokens = self.layout.tokens
-        self.parameter(-(-vocabulary // self.layout.tp), width)
+        table = self.parameter(-(-vocabulary // self.layout.tp), width)
         ids = self.new(tokens, 1, _ID_BYTES, grad=False)
         out = self.new(tokens, width)
-        self.apply("embedding", [ids, out], [out], saves=[ids])  # a lookup reads the rows it writes
+        self._look_up(ids, out, Backward(ids.bytes + out.bytes + table.bytes))
         return self._leave(out)
 
     def embed_positions(self, positions: int, width: int, *, each_sequence: bool = False) -> Value:
         """Learned positions of this rank's tokens; `each_sequence`: looked up anew for each of a microbatch."""
-        self.parameter(positions, width)
-        make = self.new if each_sequence else self.fixed
-        ids = make(self.rows, 1, _ID_BYTES)
+        table = self.parameter(positions, width)
+        ids = self.new(self.rows, 1, _ID_BYTES, grad=False) if each_sequence else self.fixed(self.rows, 1, _ID_BYTES)
         out = self.new(self.rows, width)
-        return self.apply("embedding", [ids, out], [out], saves=[ids])
+        added = 0 if each_sequence else 2 * out.bytes  # the gradients of all sequences are summed first
+        return self._look_up(ids, out, Backward(ids.bytes + out.bytes + table.bytes + added, 2 if added else 1))
+
+    def _look_up(self, ids: Value, out: Value, backward: Backward) -> Value:
+        """Rows of a matrix: a lookup reads the rows it writes, its backward writes a gradient of the whole matrix."""
+        return self.apply("embedding", [ids, out], [out], saves=[ids], backward=backward)
 
     def rotary_tables(self, channels: int) -> None:
         """Cosines and sines of the positions, made in float32 and kept once per microbatch for all layers."""
@@ -77,7 +82,7 @@ class Tape(Record):
         half, whole = self.foreign(tokens, channels // 2, 4), self.foreign(tokens, channels, 4)
         self.apply("arange", [], [positions])
         self.apply("multiply", [positions, frequencies], [half])
-        self.apply("cat", [half, half], [whole])
+        self.cat([half, half], whole)
         for name in ("cos", "sin"):
             self.apply(name, [whole], [whole])
             if c != 4:
@@ -118,25 +123,24 @@ class Tape(Record):
         reads: list[Value | Parameter] = [x, weight]
         if bias:
             reads.append(self.parameter(outputs))
-        flops = 2 * x.rows * x.width * outputs
         scattered = parallel == "row" and self.sequence_parallel
         out = self.new(x.rows, outputs)
-        self.apply("linear", reads, [out], saves=[source], product=not scattered, flops=flops, backward_flops=2 * flops)
+        summed = out.bytes + reads[-1].bytes if bias and self.layout.stack != "fused" else 0  # the bias's gradient
+        added = 3 * weight.bytes if tied else 0  # to the gradient of the same matrix as embedding
+        self.apply(
+            "linear",
+            reads,
+            [out],
+            saves=[source],
+            product=not scattered,
+            work=Product(x.rows, x.width, outputs),
+            backward=Backward(summed + added, 2 + (summed > 0) + (added > 0)),
+        )
         return self._leave(out) if parallel == "row" else out
 
-    def matmul(self, x: Value, y: Value, out: Value, *, inner: int, skipped: int = 0) -> Value:
-        """A product of two activations over `inner` channels; both are kept. `skipped`: flops of masked pairs."""
-        flops = 2 * out.elements * inner
-        return self.apply(
-            "matmul",
-            [x, y],
-            [out],
-            saves=[x, y],
-            product=True,
-            flops=flops,
-            backward_flops=2 * flops,
-            causal_flops=skipped,
-        )
+    def matmul(self, x: Value, y: Value, out: Value, work: Product, *, skipped: int = 0) -> Value:
+        """A product of two activations; both are kept. `skipped`: flops of masked pairs."""
+        return self.apply("matmul", [x, y], [out], saves=[x, y], product=True, work=work, skipped=skipped)
 
     def split(self, x: Value, *widths: int) -> tuple[Value, ...]:
         """Parts of x along its channels, as views of the same memory."""
@@ -151,7 +155,7 @@ class Tape(Record):
         whole = x
         if self.sequence_parallel:
             whole = self.new(x.rows * self.layout.tp, x.width)
-            self.apply("all_gather", [x], [whole])
+            self.apply("all_gather", [x], [whole], kernels=0)
             again = 1 if self.layout.stack == "fused" else 0
             self.collective("all_gather", "tp", whole.bytes, forward=1, backward=again)
             self.collective("reduce_scatter", "tp", whole.bytes, forward=0, backward=1)
@@ -170,7 +174,7 @@ class Tape(Record):
         self.collective("reduce_scatter", "tp", out.bytes, forward=1, backward=0)
         self.collective("all_gather", "tp", out.bytes, forward=0, backward=1)
         part = self.new(out.rows // self.layout.tp, out.width)
-        return self.apply("reduce_scatter", [out], [part], product=True)
+        return self.apply("reduce_scatter", [out], [part], product=True, kernels=0)
 
     def collective(
         self,
@@ -198,12 +202,12 @@ class Tape(Record):
         weight = self.parameter(x.width)
         c = x.itemsize
         if not self.eager:
-            root = self.new(x.rows, 1, _STATISTIC_BYTES)
+            root = self.new(x.rows, 1, _STATISTIC_BYTES, grad=False)
             return self.apply("rms_norm", [x, weight], [self.new(x.rows, x.width, c), root], saves=[x, root])
         wide = self.cast(x, max(c, self.wide_bytes))
-        square = self.unary("pow", wide, saves="input")
+        square = self.power("pow", wide)
         mean = self.apply("mean", [square], [self.new(x.rows, 1, wide.itemsize)])
-        root = self.unary("rsqrt", self.scale(mean, "add"), saves="output")
+        root = self.power("rsqrt", self.scale(mean, "add"), saves="output")
         normed = self.multiply(wide, root)
         if offset:
             return self.cast(self.multiply(normed, weight), c)
@@ -212,7 +216,7 @@ class Tape(Record):
     def layer_norm(self, x: Value, *, affine: bool = True, bias: bool = True) -> Value:
         """LayerNorm over the width. Kept: x, and mean and reciprocal deviation of each row."""
         weights = [self.parameter(x.width) for kept in (affine, affine and bias) if kept]
-        mean, deviation = (self.new(x.rows, 1, _STATISTIC_BYTES) for _ in range(2))
+        mean, deviation = (self.new(x.rows, 1, _STATISTIC_BYTES, grad=False) for _ in range(2))
         out = self.new(x.rows, x.width, x.itemsize)
         return self.apply("layer_norm", [x, *weights], [out, mean, deviation], saves=[x, mean, deviation])
 
@@ -232,12 +236,15 @@ class Tape(Record):
         if how in ("input", "output") or not self.eager:
             return self.unary(name, x, saves="output" if how == "output" else "input")
         if how == "bloom_gelu":  # nine operations, of which three take two tensors; the class keeps x alone
-            return self.apply(name, [x] * 20, [self.new(x.rows, x.width, x.itemsize)], saves=[x])
+            out = self.new(x.rows, x.width, x.itemsize)
+            return self.apply(
+                name, [x] * 20, [out], saves=[x], kernels=9, backward=Backward(_BLOOM_PASSES * x.bytes, 18)
+            )
         if how == "relu2":
-            return self.unary("square", self.unary("relu", x, saves="output"), saves="input")
+            return self.power("square", self.unary("relu", x, saves="output"))
         if how == "quick_gelu":
             return self.multiply(x, self.unary("sigmoid", self.scale(x), saves="output"))
-        cubed = self.scale(self.unary("pow", x, saves="input"))
+        cubed = self.scale(self.power("pow", x))
         tangent = self.unary("tanh", self.scale(self.add(x, cubed)), saves="output")
         return self.multiply(self.scale(x), self.scale(tangent, "add"))
 
@@ -254,20 +261,26 @@ class Tape(Record):
             return self.unary("softcap", x, saves="output")
         return self.scale(self.unary("tanh", self.scale(x, "divide"), saves="output"))
 
-    def rotate(self, x: Value, heads: int, channels: int, *, joined: bool = False) -> Value:
+    def rotate(self, x: Value, heads: int, channels: int, *, joined: bool = False, halved: bool = False) -> Value:
         """Rotary embedding (Su et al. 2021) of the first `channels` of each head, with tables that another block holds.
 
-        `joined`: the class joins rotated and other channels even where it rotates all of them.
+        `joined`: the class cuts and joins rotated and other channels even where it rotates all of them. `halved`: it
+        splits channels into halves at once, where others take slices, whose gradients lie head after head and have to
+        be copied to lie token after token.
         """
         tables = [self.foreign(self.layout.tokens, channels) for _ in range(2)]
         part = x.view(x.rows, heads * channels)
         if not self.eager:
             return self.apply("rotate", [x, *tables], [self.new(x.rows, x.width)], saves=tables)
+        whole = part.width == x.width and not joined
+        part, *rest = (part,) if whole else self.slices(x, part.width, x.width - part.width)
         straight = self.multiply(part, tables[0])
-        negative = self.unary("neg", part.view(part.rows, part.width // 2))
-        turned = self.apply("cat", [negative, part.view(part.rows, part.width // 2)], [self.new(part.rows, part.width)])
+        half = part.width // 2
+        first, second = self.split(part, half, half) if halved else self.slices(part, half, half)
+        copied = Backward(2 * second.bytes + 2 * x.bytes, 2)
+        negative = self.unary("neg", second, backward=None if halved else copied)
+        turned = self.cat([negative, first], self.new(part.rows, part.width))
         out = self.add(straight, self.multiply(turned, tables[1]))
-        if part.width == x.width and not joined:
+        if whole:
             return out
-        rest = x.view(x.rows, x.width - part.width)
-        return self.apply("cat", [out, rest], [self.new(x.rows, x.width)])
+        return self.cat([out, *rest], self.new(x.rows, x.width))
