@@ -210,10 +210,9 @@ def _waves(m: float, n: float, groups: int, reached: Efficiency) -> float:
     """The share of the device that works while the output tiles of a product are made."""
     if not reached.multiprocessors:
         return 1.0
-    tile = reached.tile
-    tiles = groups * (-(-m // tile)) * (-(-n // tile))
-    exact = groups * m * n / (tile * tile)
-    if tiles < reached.multiprocessors:
+    tile, devices = reached.tile, reached.multiprocessors
+    long = 2 * tile if min(m, n) >= 2 * tile else tile  # libraries take tiles of 256 x 128 where they can
+    tiles = groups * (-(-m // long)) * (-(-n // tile))
+    if tiles < devices:
         return 1.0  # a library splits the inner dim over what would be idle
-    waves = -(-tiles // reached.multiprocessors)
-    return exact / (waves * reached.multiprocessors)
+    return groups * m * n / (-(-tiles // devices) * devices * long * tile)

@@ -23,9 +23,9 @@ _UNKNOWN = {
 }
 
 
-#: What a collective over many nodes loses to the slowest of them and to shared switches, for each doubling of their
-#: number: all-reduce over 64 nodes of H100 reaches about two thirds of what it reaches over two.
-_SPREAD = 0.07
+#: What collectives over many nodes lose, for each doubling of their number: a ring cuts the message into ever smaller
+#: pieces and waits for its slowest link; an all-reduce may take a tree.
+_SPREAD = {"all_reduce": 0.03, "all_gather": 0.1, "reduce_scatter": 0.1}
 
 
 class Group(NamedTuple):
@@ -57,7 +57,7 @@ def collective_s(kind: Collective, message_bytes: float, group: Group) -> float:
     size, inside, nodes, within, between, call_s = group
     if size == 1:
         return 0.0
-    fast, slow = within.bytes_per_s * within.efficiency, between.bytes_per_s * between.efficiency
+    fast, slow = (link.bytes_per_s * (link.collectives or {}).get(kind, link.efficiency) for link in (within, between))
     if kind == "send":
         link, rate = (between, slow) if inside == 1 and nodes > 1 else (within, fast)
         return link.latency_s + message_bytes / rate
@@ -74,7 +74,7 @@ def collective_s(kind: Collective, message_bytes: float, group: Group) -> float:
     if kind == "all_reduce":
         steps = min(steps, 2 * math.ceil(math.log2(nodes)))
     latency = steps * between.latency_s + times * (inside - 1) * within.latency_s
-    spread = 1 + _SPREAD * math.log2(nodes)
+    spread = 1 + _SPREAD[kind] * math.log2(nodes)
     return call_s + latency + times * max(across * spread, here)
 
 

@@ -21,8 +21,9 @@ from meshwright.spec import Link, Strategy
 
 __all__ = ["Play", "StageTimes", "least_s", "stage_ranks"]
 
-#: Rounds of a rank's stages after which a schedule repeats itself.
-_STEADY = 3
+#: Rounds of as many microbatches as pipeline ranks after which a schedule repeats itself; one laid out as a V needs
+#: twice as many.
+_STEADY = 2
 _ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
 _SPLIT = ("zb-h1", "interleaved-zb", "zb-v", "dualpipev")
 
@@ -97,7 +98,8 @@ class Play:
     def repeated(self) -> tuple[int, int]:
         """Rounds of as many microbatches as pipeline ranks that need not be played, and the microbatches that are."""
         s, count = self.strategy, self.microbatches
-        steady = (_STEADY * s.virtual_stages + 1) * s.pp + 1
+        rounds = 2 * _STEADY if s.schedule in FOLDED else _STEADY
+        steady = (rounds + 1) * s.pp + 1
         if count <= steady or (s.schedule in _ALL_IN_FLIGHT and s.pp > 1):
             return 0, count
         rounds = (count - steady) // s.pp
@@ -180,4 +182,5 @@ def _made(
         dp=max(zero[1], zero[2]),
         gather=variant[0],
         reduce=variant[1],
+        check=False,
     )

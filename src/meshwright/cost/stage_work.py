@@ -20,6 +20,9 @@ _OF_DIMENSION = {"tp": "tensor parallel", "cp": "context parallel", "ep": "exper
 _LAYER_TERMS = ("matrix products", "attention", "memory-bound operations")
 
 
+_FUSED_LOGIT_BYTES = 4
+
+
 @dataclass
 class StageWork:
     """Seconds of one microbatch on a stage: `terms` by name, and their sum."""
@@ -56,6 +59,9 @@ class Workshop:
         self._factor = convention.element_factor if convention is not None else (1.0, 1.0)
         told = convention.reduce_bytes if convention is not None else None
         self._reduce_bytes = DTYPE_BYTES[job.reduce_dtype] if told is None else told
+        logits = convention.logit_bytes if convention is not None and model.layout.stack == "fused" else None
+        #: A fused loss is counted with logits and gradient in 16 bits: wider ones move more.
+        self._loss_factor = max(1.0, (logits or 0) / _FUSED_LOGIT_BYTES)
         self._balanced = convention is None or convention.cp_balanced
         self._found: dict[tuple[int, str, int], StageWork] = {}
         self._same: dict[tuple[object, ...], int] = {}
@@ -89,7 +95,7 @@ class Workshop:
 
     def loss(self, speed: Speeds) -> Phases:
         """The loss after the head: bound by memory."""
-        scale = self._strategy.microbatch / speed.bytes_per_s
+        scale = self._loss_factor * self._strategy.microbatch / speed.bytes_per_s
         model = self._model
         return Phases(model.loss_element_bytes * scale, model.backward_loss_element_bytes * scale)
 

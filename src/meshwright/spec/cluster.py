@@ -16,7 +16,7 @@ class Efficiency:
     """What a device reaches of its peaks.
 
     `products` maps a dtype to the share of its peak that a large matrix product reaches; a product over k inner
-    channels reaches k / (k + `half_inner`) of that. Its output is cut into square tiles of `tile` rows, of which
+    channels reaches k / (k + `half_inner`) of that. Its output is cut into tiles of twice `tile` by `tile`, of which
     `multiprocessors` are worked on at once (0: not known, none are lost). `attention` and `backward_attention` are the
     shares of the peak that an attention kernel reaches, over the pairs it does not skip. `memory` is the share of the
     memory bandwidth that memory-bound operations reach, `kernel_s` what starting one operation takes. `contention` is
@@ -58,8 +58,9 @@ class Device:
     """One device: the place of one rank. On a CPU machine a device is one core with its share of the host memory.
 
     `kind` is torch's device type. `memory_bytes` is what PyTorch sees. `peak_flops_per_s` maps a dtype to the peak of
-    dense matrix products (float32 products with TensorFloat-32 stand under `tf32`, 8-bit and 4-bit ones under `float8` and `float4`); what is
-    not known is left out, never guessed. `efficiency` is what it reaches of that, where it was measured or fitted.
+    dense matrix products (float32 products with TensorFloat-32 stand under `tf32`, 8-bit and 4-bit ones under `float8`
+    and `float4`); what is not known is left out, never guessed. `efficiency` is what it reaches of that, where it was
+    measured or fitted.
     """
 
     name: str
@@ -82,16 +83,25 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link tier: latency of one message and bandwidth per device and direction, of which `efficiency` is reached."""
+    """A link tier: latency of one message and bandwidth per device and direction, of which `efficiency` is reached.
+
+    `collectives` maps a kind of collective to the share that it reaches where that is another (a library that does not
+    go around a ring).
+    """
 
     latency_s: float
     bytes_per_s: float
     efficiency: float = 0.8
+    collectives: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.efficiency <= 1:
+        shares = {"efficiency": self.efficiency}
+        shares |= {f"collectives.{kind}": share for kind, share in (self.collectives or {}).items()}
+        for name, share in shares.items():
+            if 0 < share <= 1:
+                continue
             raise ConfigError(
-                f"link with efficiency={self.efficiency}",
+                f"link with {name}={share}",
                 why="it is the share of the bandwidth that collectives reach",
                 fix="give a number above 0, at most 1 (1 where the bandwidth was measured)",
             )

@@ -63,12 +63,12 @@ class Convention:
     `keeps_outputs`: a pipeline stage keeps what it has sent until its backward. `reads` says what a published peak
     counts: `allocated` the live tensors, `reserved` those and the gaps, `device` the process too.
 
-    Time: `attention_speed` is what its attention kernel reaches over FlashAttention-2, forward and backward, `element_factor` what memory-bound
-    operations move over what is counted, forward and backward, `reduce_bytes` the bytes of a gradient in its reduction, `overlap` whether
-    gathers and reductions run beside compute, `tp_overlap` whether tensor-parallel communication does, in as
-    many pieces as ranks, `fused_accumulation` whether products add to the gradients of earlier microbatches themselves,
-    `cp_balanced` whether context parallelism gives every rank as many unmasked pairs, `blocking` whether pipeline ranks
-    wait for each other's messages.
+    Time: `attention_speed` is what its attention kernel reaches over FlashAttention-2, forward and backward,
+    `element_factor` what memory-bound operations move over what is counted, `reduce_bytes` the bytes of a gradient in
+    its reduction, `overlap` whether gathers and reductions run beside compute, `tp_overlap` whether tensor-parallel
+    communication does, in as many pieces as ranks, `fused_accumulation` whether products add to the gradients of
+    earlier microbatches themselves, `cp_balanced` whether context parallelism gives every rank as many unmasked pairs,
+    `blocking` whether pipeline ranks wait for each other's messages.
     `product_dtype` is the dtype in which the layers multiply by their weights ("" for the compute dtype); attention and
     everything else stay in the compute dtype, and so does what is kept.
 
@@ -134,6 +134,9 @@ _BETWEEN_KERNELS = (1.2, 3.6)
 #: figures 5 and 6).
 _CUDNN_ATTENTION = (1.5, 1.5)
 
+#: The first FlashAttention: half of the second's speed (Dao 2023, arXiv 2307.08691, abstract).
+_FIRST_FLASH = (0.5, 0.5)
+
 _MEGATRON_FP16 = Convention(
     name="Megatron-DeepSpeed fp16",
     source="kernels: Korthikanti et al., arXiv 2205.05198; states: DeepSpeed runtime/zero/stage_1_and_2.py, fp16 "
@@ -161,7 +164,8 @@ _MEGATRON_BF16 = replace(
 )
 _INTERNEVO = Convention(
     name="InternEvo",
-    source="InternEvo solver/optimizer/hybrid_zero_optim.py: bf16 weights and gradients, float32 weights, gradients "
+    source="InternEvo doc/en/install.md: flash-attention 1.0.5; solver/optimizer/hybrid_zero_optim.py: bf16 "
+    "weights and gradients, float32 weights, gradients "
     "and two moments are 20 bytes a parameter; the slope of its published peaks over the number of GPUs is 27, gaps "
     "and flat copies included; logits in float32 (NaiveAMPModel), their gradient in place, and both in bf16",
     stack="fused",
@@ -171,8 +175,10 @@ _INTERNEVO = Convention(
     gaps=0.0,
     reads="device",
     fitted=("states", "process_bytes"),
-    element_factor=_BETWEEN_KERNELS,
+    # Norms take float32 inputs (modeling_internlm.py): a cast and a norm move 8 bytes an element more forward, 10 back.
+    element_factor=(1.56, 3.9),
     reduce_bytes=2,
+    attention_speed=_FIRST_FLASH,
 )
 _NANOTRON = Convention(
     name="nanotron",
@@ -233,6 +239,7 @@ _LIGER = Convention(
     stack="fused",
     logit_bytes=0.5,
     reads="reserved",
+    attention_speed=_CUDNN_ATTENTION,
 )
 _MEGATRON_CORE = Convention(
     name="Megatron Core",

@@ -56,6 +56,8 @@ def compare(row: PublishedRow) -> Comparison:
         Unpriced: it cannot be priced; the text says why.
     """
     setup = setup_of(row)
+    if setup.no_memory:
+        raise Unpriced(setup.no_memory)
     try:
         return Comparison(row=row, setup=setup, estimate=setup.estimate())
     except MeshwrightError as error:

@@ -1,32 +1,35 @@
-"""What a published row ran, as far as all sources have it in common: degrees, batch, devices."""
+"""What a published row ran, as far as all sources have it in common: degrees, batch, dtypes."""
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.cost.estimate import Estimate, estimate
+from meshwright.cost.published.flops import Counting
+from meshwright.cost.published.machines import machines_of
 from meshwright.cost.published.rows import PublishedRow, Unpriced
-from meshwright.errors import MeshwrightError
-from meshwright.spec import Cluster, Device, Job, Layout, NodeGroup, Strategy
-from meshwright.spec.conventions import Convention
-from meshwright.spec.devices import find_device
-from meshwright.spec.families import Described
-from meshwright.spec.job import Recompute
+from meshwright.spec import Cluster, Job, Layout, ModelSpec, Strategy
+from meshwright.spec.conventions import Convention, ProductDtype
+from meshwright.spec.families import DecoderModel, Described
+from meshwright.spec.job import Dtype, Recompute
 
-__all__ = ["Run", "Setup", "mixed_precision", "read_run"]
+__all__ = ["Run", "Setup", "fit_stages", "mixed_precision", "product_dtype", "read_run"]
 
-_GIB = 2**30
-_PER_NODE = 8
-#: Where the catalogue does not know a device: what the driver and error correction leave of its memory.
-_VISIBLE = 0.985
-#: Memory in GB of devices that tables name without it and the catalogue does not know.
-_SIZES = {"A6000": 48}
-#: Times the stages: microbatches enough to fill a pipeline.
-_FILLED = 2
+#: Architectures by the start of a device's name.
+_FAMILIES = (
+    (r"V100", "Volta"),
+    (r"A\d|RTX ?3|RTX ?A", "Ampere"),
+    (r"H\d|GH", "Hopper"),
+    (r"L4|RTX ?4", "Ada"),
+    (r"B\d|GB|RTX ?5", "Blackwell"),
+    (r"MI", "CDNA"),
+)
+#: Times the stages: microbatches enough to fill a pipeline, and so many that its bubble is small.
+_FILLED, _MANY = 2, 8
+#: Tokens of a microbatch where no table says.
+_USUAL_TOKENS = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,9 @@ class Setup:
     """What a published row ran.
 
     `convention` declares how its stack holds bytes; `plain` tells its kernels and what the row itself says (recompute,
-    chunked loss), and nothing of the stack's bytes. `assumed` lists what the row does not say and what was taken.
+    chunked loss), and nothing of the stack's bytes. `counting` says what its source counts as flops. `assumed` lists
+    what the row does not say and what was taken. `no_memory` and `no_time` say why a prediction of the peak or of the
+    step would be a guess, "" where it is not.
     """
 
     row: PublishedRow
@@ -44,7 +49,45 @@ class Setup:
     strategy: Strategy
     convention: Convention
     plain: Convention
+    counting: Counting = field(default_factory=Counting)
     assumed: tuple[str, ...] = ()
+    no_memory: str = ""
+    no_time: str = ""
+
+    @property
+    def mixture(self) -> bool:
+        """Whether the model has experts."""
+        return isinstance(self.described, DecoderModel) and self.described.experts > 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.job.global_batch * self.job.sequence
+
+    @property
+    def stack(self) -> str:
+        """The software that ran it: what calibration holds together.
+
+        Kernels are written for one architecture of devices and one dtype, so these belong to it.
+        """
+        told = self.convention
+        device = self.cluster.nodes[0].device.name
+        family = next((name for pattern, name in _FAMILIES if re.match(pattern, device)), device)
+        parts = (told.stack, told.product_dtype, family)
+        return f"{told.name} ({', '.join(part for part in parts if part)})"
+
+    def model(self, *, declared: bool = True, whole: bool = False) -> ModelSpec:
+        """The model as a rank sees it; `whole`: as one rank would that held all of it.
+
+        Raises:
+            ConfigError: it cannot be laid out so.
+        """
+        told = self.convention if declared else self.plain
+        if whole:
+            layout = Layout(sequence=self.job.sequence, compute_dtype=self.job.compute_dtype, stack=told.stack)
+        else:
+            layout = Layout.of(replace(self.job, stack=told.stack), self.strategy, attention=told.attention)
+        return self.described.at(layout)
 
     def estimate(self, *, declared: bool = True) -> Estimate:
         """Its predicted memory, with or without the bytes of its stack declared.
@@ -56,13 +99,15 @@ class Setup:
         # Once a pipeline is full, more microbatches find what those before did.
         count = min(strategy.microbatches(self.job.global_batch), _FILLED * strategy.pp)
         job = replace(self.job, stack=told.stack, global_batch=count * strategy.microbatch * strategy.dp)
-        layout = Layout.of(job, strategy, attention=told.attention)
-        return estimate(self.described.at(layout), self.cluster, job, strategy, convention=told)
+        return estimate(self.model(declared=declared), self.cluster, job, strategy, convention=told)
 
 
 @dataclass(kw_only=True)
 class Run:
-    """Degrees and batch of a row, before they become a `Strategy` and a `Job`. `options` are the strategy's fields."""
+    """Degrees and batch of a row, before they become a `Strategy` and a `Job`. `options` are the strategy's fields.
+
+    `network` is what a node has, where its document tells and the row does not.
+    """
 
     row: PublishedRow
     options: dict[str, Any]
@@ -70,96 +115,184 @@ class Run:
     global_batch: int
     sequence: int
     assumed: list[str]
+    network: str = ""
+    no_memory: str = ""
+    no_time: str = ""
 
     def setup(
-        self, described: Described, told: Convention, *, job: Job | None = None, plain: Convention | None = None
+        self,
+        described: Described,
+        told: Convention,
+        *,
+        job: Job | None = None,
+        plain: Convention | None = None,
+        counting: Counting | None = None,
     ) -> Setup:
         """The setup with this model and stack; the job is in mixed precision unless it is given."""
+        machines = machines_of(self.row, self.gpus, self.network)
+        told = replace(told, product_dtype=product_dtype(self.row))
         return Setup(
             row=self.row,
             described=described,
-            cluster=_cluster(self.row.text("gpu_type"), self.gpus),
+            cluster=machines.cluster,
             job=job or mixed_precision(self),
             strategy=Strategy(**self.options),
             convention=told,
             plain=plain or told.without_bytes(),
-            assumed=tuple(self.assumed),
+            counting=counting or Counting(),
+            assumed=(*self.assumed, *machines.assumed),
+            no_memory=self.no_memory,
+            no_time=self.no_time,
         )
 
 
 def mixed_precision(run: Run) -> Job:
-    """Float32 weights and gradients, bf16 compute."""
-    return Job(global_batch=run.global_batch, sequence=run.sequence, compute_dtype="bfloat16")
+    """Float32 weights and gradients, bf16 compute; fp16 or float32 compute where the row names nothing else."""
+    precision = run.row.text("precision").lower()
+    halves = "bf16" in precision or "fp8" in precision or "fp4" in precision
+    if not halves and re.search(r"fp32|float32|tf32", precision) and "16" not in precision:
+        return Job(global_batch=run.global_batch, sequence=run.sequence)
+    old = "V100" in run.row.text("gpu_type") or (not halves and re.search(r"fp16|float16|half", precision))
+    dtype: Dtype = "float16" if old else "bfloat16"
+    return Job(global_batch=run.global_batch, sequence=run.sequence, compute_dtype=dtype)
 
 
-def read_run(row: PublishedRow, *, zero: int | None = None, sequence: int | None = None) -> Run:
+def product_dtype(row: PublishedRow) -> ProductDtype:
+    """The dtype of a layer's matrix products where the row names one of 8 or 4 bits."""
+    precision = row.text("precision").lower()
+    if re.search(r"fp8|float8|mxfp8|e4m3", precision):
+        return "float8"
+    return "float4" if re.search(r"fp4|float4", precision) else ""
+
+
+def read_run(
+    row: PublishedRow, *, zero: int | None = None, sequence: int | None = None, global_batch: int | None = None
+) -> Run:
     """Degrees and batch of a row.
 
     Args:
         zero: where the stack knows better than the column.
-        sequence: where the column is empty.
+        sequence, global_batch: where the column is empty.
 
     Raises:
         Unpriced: one of them is not published, or they contradict each other.
     """
-    assumed = []
-    gpus, tp, pp, cp = row.count("gpus"), row.count("tp", 1), row.count("pp", 1), row.count("cp", 1)
-    dp = row.count("dp", gpus // (tp * pp * cp))
+    assumed: list[str] = []
+    tp, pp, cp = (max(1, row.count(name, 1)) for name in ("tp", "pp", "cp"))
+    gpus = row.count("gpus", row.count("dp", 0) * tp * pp * cp)
+    if gpus < 1:
+        raise Unpriced("gpus is not published")
+    if gpus % (tp * pp * cp) and not row.count("dp", 0):
+        raise Unpriced(f"tp x pp x cp is {tp * pp * cp}, which does not divide the {gpus} GPUs")
+    dp = row.count("dp", 0) or gpus // (tp * pp * cp)
     if dp * tp * pp * cp != gpus:
         raise Unpriced(f"dp x tp x pp x cp is {dp * tp * pp * cp}, but it ran on {gpus} GPUs")
-    microbatch, batch = row.count("micro_batch"), row.count("global_batch", 0)
-    if not batch:
-        batch = dp * microbatch * (_FILLED * pp if pp > 1 else 1)
-        assumed.append(f"global batch {batch}" + (", enough to fill the pipeline" if pp > 1 else ""))
-    options: dict[str, Any] = {
-        "dp": dp,
-        "tp": tp,
-        "pp": pp,
-        "cp": cp,
-        "microbatch": microbatch,
-        "zero": row.count("zero") if zero is None else zero,
-        "recompute": _recompute(row.text("recompute").lower()),
-    }
-    if pp > 1:
-        chunks = row.count("vp", 1)
-        options |= {"schedule": "interleaved-1f1b", "virtual_stages": chunks} if chunks > 1 else {"schedule": "1f1b"}
-    return Run(
+    run = Run(
         row=row,
-        options=options,
+        options={"dp": dp, "tp": tp, "pp": pp, "cp": cp, "recompute": _recompute(row, assumed)},
         gpus=gpus,
-        global_batch=batch,
-        sequence=sequence or row.count("seq"),
+        global_batch=0,
+        sequence=row.count("seq", sequence),
         assumed=assumed,
     )
+    run.options["zero"] = _zero(run, zero)
+    _read_batch(run, global_batch)
+    if pp > 1:
+        chunks = row.count("vp", 1)
+        interleaved = chunks > 1 and (run.global_batch // (dp * run.options["microbatch"])) % pp == 0
+        run.options |= {"schedule": "interleaved-1f1b", "virtual_stages": chunks} if interleaved else {}
+        run.options.setdefault("schedule", "1f1b")
+    return run
 
 
-def _recompute(text: str) -> Recompute:
-    if text.startswith("full"):
-        return "full"
-    return "selective" if "selective" in text or "sac" in text else "none"
+def _read_batch(run: Run, known: int | None) -> None:
+    """Microbatch and global batch; what is missing is taken from the other, or as it is usual."""
+    row, dp, pp = run.row, run.options["dp"], run.options["pp"]
+    batch, microbatch = row.count("global_batch", known or 0), row.count("micro_batch", 0)
+    steps = re.search(r"(?:grad(?:ient)?[ _]accum[a-z]*|GAS|acc(?:um)?)[ =:]*([0-9]+)", row.text("notes"))
+    if not batch and known is None and microbatch and steps:
+        batch = dp * microbatch * max(1, int(steps[1]))
+    if not microbatch:
+        most = max(1, _USUAL_TOKENS // run.sequence) if pp == 1 else 1
+        share = max(1, batch // dp) if batch else most
+        microbatch = next(size for size in range(min(most, share), 0, -1) if share % size == 0)
+        run.assumed.append(f"microbatches of {microbatch}")
+        run.no_memory = run.no_memory or "micro_batch is not published"
+    if not batch:
+        batch = dp * microbatch * (_MANY * pp if pp > 1 else 1)
+        run.assumed.append(f"global batch {batch}" + (", enough to fill the pipeline" if pp > 1 else ""))
+        if pp > 1 and not any(row.text(name) for name in ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu")):
+            run.no_time = "global_batch is not published"
+    elif batch % (dp * microbatch):
+        even = max(1, round(batch / (dp * microbatch))) * dp * microbatch
+        if abs(even - batch) > 0.1 * batch:
+            raise Unpriced(f"dp {dp} x micro_batch {microbatch} does not divide global_batch {batch}")
+        run.assumed.append(f"global batch {even}, the nearest to {batch} that dp x micro_batch divides")
+        batch = even
+    run.options["microbatch"], run.global_batch = microbatch, batch
 
 
-def _cluster(gpu: str, count: int) -> Cluster:
-    per_node = min(count, _PER_NODE)
-    nodes = NodeGroup(count=math.ceil(count / per_node), devices=per_node, device=_device(gpu))
-    return Cluster(name=f"{count} x {gpu}", nodes=(nodes,))
+#: Words of tables for ZeRO stages, the most telling first.
+_ZERO_WORDS = (
+    (3, r"zero-?_?3|zero stage 3|stage ?3|\bfsdp|hsdp|full[_ ]shard|fully[_ ]shard"),
+    (2, r"zero-?_?2|zero stage 2|stage ?2|shard[_ ]grad"),
+    (1, r"zero-?_?1|zero stage 1|stage ?1|dist(ributed)?[-_ ]opt"),
+    (0, r"zero-?_?0|\bddp\b|replicat"),
+)
 
 
-@lru_cache(maxsize=64)
-def _device(gpu: str) -> Device:
-    """The device that a table names, by the catalogue where its memory agrees, else by the memory that is named."""
-    exact = re.search(r"([0-9.]+) ?GiB", gpu)
-    if exact:
-        return Device(name=gpu, kind="cuda", memory_bytes=int(float(exact[1]) * _GIB))
-    rough = re.search(r"([0-9]+) ?GB", gpu, re.IGNORECASE)
-    name = gpu if gpu.startswith(("RTX", "Titan")) else re.split(r"[ (]", gpu.replace("_", "-"))[0]
-    size = float(rough[1]) if rough else _SIZES.get(name)
-    try:
-        known = find_device(name).device
-    except MeshwrightError as error:
-        if size is None:
-            raise Unpriced(f"the memory of {gpu} is not published") from error
-    else:
-        if size is None or abs(known.memory_bytes / _GIB - size) < 0.1 * size:
-            return known
-    return Device(name=gpu, kind="cuda", memory_bytes=int(size * _VISIBLE * _GIB))
+def _zero(run: Run, known: int | None) -> int:
+    """The ZeRO stage: known, in its column as a number or a word, or in the notes; else ZeRO-1 where ranks share."""
+    if known is not None:
+        return known
+    text = run.row.text("zero").lower()
+    if re.fullmatch(r"[0-3](\.0*)?", text):
+        return int(text[0])
+    for words in (text, run.row.text("notes").lower()):
+        for stage, pattern in _ZERO_WORDS:
+            if re.search(pattern, words):
+                return stage
+    if text in ("none", "no", "false", "off", "-"):
+        return 0
+    usual = 1 if run.options["dp"] > 1 else 0
+    if usual:
+        run.assumed.append(f"zero={usual}")
+        run.no_memory = "zero is not published"
+    return usual
+
+
+_NOT = ("none", "no", "false", "off", "0", "-", "na", "n/a")
+
+
+def _recompute(row: PublishedRow, assumed: list[str]) -> Recompute:
+    text = row.text("recompute").lower()
+    if not text:
+        if row.has("activation checkpoint", "gradient checkpoint", "full recompute", "recompute=full", "full AC"):
+            assumed.append("full recompute, by its notes")
+            return "full"
+        return "none"
+    if text in _NOT or text.startswith("no "):
+        return "none"
+    if re.search(r"selective|sac\b|core[_ ]attn|attention", text):
+        return "selective"
+    return "full"
+
+
+def fit_stages(run: Run, described: Described) -> None:
+    """Fewer virtual stages where there are more stages than layers, so that each has one.
+
+    Elsewhere embedding and loss may have stages of their own; here a number is taken that spreads layers, embedding and
+    loss as evenly, where there is one.
+    """
+    if not isinstance(described, DecoderModel) or run.options["pp"] == 1:
+        return
+    layers, pp, chunks = len(described.layers), run.options["pp"], run.options.get("virtual_stages", 1)
+    if chunks == 1 or pp * chunks <= layers or layers < pp:
+        return
+    most = layers // pp
+    even = [fewer for fewer in range(most, 0, -1) if not layers % (pp * fewer) or not (layers + 2) % (pp * fewer)]
+    fewer = even[0] if even else most
+    run.assumed.append(f"{fewer} virtual stages instead of {chunks}, so that each has a layer")
+    run.options["virtual_stages"] = fewer
+    if fewer == 1:
+        run.options["schedule"] = "1f1b"

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.cost.published.flops import COUNTINGS
+from meshwright.cost.published.further import deepspeed_azure, fms_fsdp, megatron_bridge
+from meshwright.cost.published.generic import generic_setup
 from meshwright.cost.published.rows import PublishedRow, Unpriced
 from meshwright.cost.published.setups import Run, Setup, read_run
 from meshwright.errors import MeshwrightError
@@ -19,19 +22,17 @@ __all__ = ["setup_of"]
 
 
 def setup_of(row: PublishedRow) -> Setup:
-    """What a row ran.
+    """What a row ran: by the function of its source, or as tables of any other source are read.
 
     Raises:
         Unpriced: something decisive was not published, or is not described here.
     """
     origin = f"{row.text('source')} {row.file}".lower().replace("_", "-")
-    for mark, read in _SOURCES.items():
-        if mark in origin:
-            try:
-                return read(row)
-            except MeshwrightError as error:
-                raise Unpriced(error.what) from error
-    raise Unpriced("its stack is not described")
+    read = next((read for mark, read in _SOURCES.items() if mark in origin), generic_setup)
+    try:
+        return read(row)
+    except MeshwrightError as error:
+        raise Unpriced(error.what) from error
 
 
 def _sizes(row: PublishedRow, **columns: str) -> dict[str, Any]:
@@ -41,13 +42,25 @@ def _sizes(row: PublishedRow, **columns: str) -> dict[str, Any]:
 
 #: The document's words: "all NHEADS=64 (above too)", but 96 in the models of hidden size 14400 ("NHIDDEN was fixed").
 _HEADS, _HEADS_AT, _FIXED_HIDDEN = 64, {14400: 96}, {"Choosing the fastest 3D Topology": 14400}
+#: Its first tables: the runs above them have a global batch of 2048, and "200B" is the model of the section before.
+_FIXED_BATCH, _HANGING = 2048, "dealing with JZ hanging on the large model"
+_LARGEST = {"layers": "80", "hidden": "14400", "heads": "96"}
+#: Nodes of Jean Zay: 8 A100 and four Omni-Path ports of 100 Gb/s (bigscience, train/tr11-176B-ml/README.md).
+_JEAN_ZAY = "4x100Gb"
+#: Sections before the one that changed the formula of its TFLOP/s.
+_OLDER = ("fp16", "bf16", _HANGING, *_FIXED_HIDDEN, "tile and wave quantization")
 
 
 def _bigscience(row: PublishedRow) -> Setup:
     """Megatron-DeepSpeed. Since 2022-02-28 (section Rebalancing layers) with the optimizer for bf16."""
     if "A100" not in row.text("gpu_type"):
         raise Unpriced("sizes of the models on V100 are not published")
-    run = read_run(row)
+    if row.section == _HANGING:
+        row = replace(row, cells=dict(row.cells) | {"tp": "8", "pp": "10", "micro_batch": "1", **_LARGEST})
+    run = read_run(row, global_batch=_FIXED_BATCH)
+    run.network = _JEAN_ZAY
+    if not row.text("global_batch"):
+        run.assumed = [f"global batch {run.global_batch}, by the text around the table"]
     hidden = row.count("hidden", _FIXED_HIDDEN.get(row.section))
     sizes = {
         "n_embd": hidden,
@@ -60,7 +73,8 @@ def _bigscience(row: PublishedRow) -> Setup:
             run.assumed.append(f"{column} {sizes[key]}, by the text around the table")
     table = {"model_type": "gpt2", "activation_function": "gelu", "n_positions": run.sequence}
     told = convention(f"Megatron-DeepSpeed {'bf16' if row.section == 'Rebalancing layers' else 'fp16'}")
-    return run.setup(read_config(table | sizes, name=row.text("model")), told)
+    counting = COUNTINGS["layers" if row.section in _OLDER else "megatron"]
+    return run.setup(read_config(table | sizes, name=row.text("model")), told, counting=counting)
 
 
 def _tweaked(row: PublishedRow, hidden: int, stages: int) -> int:
@@ -72,6 +86,10 @@ def _tweaked(row: PublishedRow, hidden: int, stages: int) -> int:
     return max(1, round((size * 1e9 - outside) / (12 * hidden**2 * stages))) * stages
 
 
+#: The network of InternEvo's nodes, which its document tells for its first tables.
+_ROCE = "4x100Gb"
+
+
 def _internevo(row: PublishedRow) -> Setup:
     """InternEvo: `zero1` in the notes is the shard group, -1 for all ranks; `micro_num` the microbatches."""
     run = read_run(row)
@@ -81,7 +99,8 @@ def _internevo(row: PublishedRow) -> Setup:
     if count and not row.text("global_batch"):
         run.global_batch = run.options["dp"] * run.options["microbatch"] * int(count[1])
         run.assumed.clear()
-    return run.setup(find_model(row.text("model")), convention("InternEvo"))
+    run.network = _ROCE
+    return run.setup(find_model(row.text("model")), convention("InternEvo"), counting=COUNTINGS["megatron"])
 
 
 #: nanotron scripts/scaling_benchmarks.py, by billions of parameters: layers, hidden, intermediate, tied embeddings.
@@ -176,7 +195,10 @@ _LADDER = (
     "+activation checkpointing",
     "+fuse optimizer in backward",
     "+activation offloading",
+    "+8-bit AdamW",
 )
+#: Weights and gradients of 8 billion parameters in bf16 are 15 GiB, kept activations of 4096 tokens as much again.
+_WITHOUT_GB = 30
 #: Eight chunks: logits and their gradients in bf16, and one chunk in float32.
 _CHUNKED_LOSS = 2 + 2 + 4 / 8
 
@@ -185,18 +207,22 @@ def _torchtune(row: PublishedRow) -> Setup:
     """torchtune: all in bf16."""
     step = re.search(r"cumulative: ([^;]+);", row.text("notes"))
     if (step and step[1] not in _LADDER) or (not step and row.has("LoRA")):
-        raise Unpriced("low-rank adapters, quantised weights and 8-bit optimizers are not described")
+        raise Unpriced("low-rank adapters and quantised weights are not described")
     if step and step[1] == "baseline":
         raise Unpriced("its sequences are not packed, and their lengths are not published")
-    if not step and not row.has("CPU offload"):
-        raise Unpriced("its optimizer is not published (the recipe's own is a paged 8-bit one)")
     run = read_run(row)
     told = convention("torchtune")
     if step:
         told = _climbed(run, told, _LADDER[: _LADDER.index(step[1]) + 1])
-    else:
+    elif row.has("CPU offload"):
         run.options |= {"offload": Offload(optimizer="host", parameters="host"), "recompute": "full", "prefetch": 1}
         told = replace(told, stack="compiled", states=None, logit_bytes=_CHUNKED_LOSS)
+    else:
+        run.no_memory = "its optimizer is not published (the recipe's own is a paged 8-bit one)"
+        # The recipe recomputes; the peak of the card with more memory is twice as high: only without can it be.
+        run.options["recompute"] = "full" if (row.maybe("peak_mem_gb") or 0) < _WITHOUT_GB else "none"
+        run.assumed.append(f"recompute={run.options['recompute']}, by its peak")
+        told = replace(told, stack="compiled", logit_bytes=_CHUNKED_LOSS)
     job = Job(
         global_batch=run.global_batch,
         sequence=run.sequence,
@@ -219,6 +245,8 @@ def _climbed(run: Run, told: Convention, steps: tuple[str, ...]) -> Convention:
         told = replace(told, states=replace(told.states, life="used"))
     if "+activation offloading" in steps:
         run.options["offload"] = Offload(activations="host")
+    if "+8-bit AdamW" in steps:
+        run.no_memory = "8-bit optimizers are not described"
     return told
 
 
@@ -230,22 +258,15 @@ def _foundry(row: PublishedRow) -> Setup:
     return run.setup(read_config(table | sizes, name=row.text("model")), convention("llm-foundry"))
 
 
-def _fms(row: PublishedRow) -> Setup:
-    if row.text("recompute") == "selective":
-        raise Unpriced("which layers recompute is not published (selective means some of the layers here)")
-    run = read_run(row)
-    run.options["prefetch"] = 1
-    return run.setup(find_model(row.text("model")), convention("fms-fsdp"))
-
-
 def _ml_engineering(row: PublishedRow) -> Setup:
-    if row.text("source") == "same":
-        raise Unpriced("its loss is not published (two peaks, with and without Liger kernels, in one row)")
     run = read_run(row)
-    run.options["offload"] = Offload(optimizer="host")
-    told = convention("DeepSpeed with Liger kernels")
+    told, counting = convention("DeepSpeed with Liger kernels"), COUNTINGS["ml-engineering"]
+    if row.text("source") == "same":
+        run.no_memory = "its loss is not published (two peaks, with and without Liger kernels, in one row)"
+    else:
+        run.options["offload"] = Offload(optimizer="host")
     plain = replace(told.without_bytes(), logit_bytes=told.logit_bytes)
-    return run.setup(find_model(row.text("model")), told, plain=plain)
+    return run.setup(find_model(row.text("model")), told, plain=plain, counting=counting)
 
 
 #: The command in the post reads `--block_size 12`, its last digit cut off: with sequences of 12 tokens the largest
@@ -279,7 +300,9 @@ _SOURCES: dict[str, Callable[[PublishedRow], Setup]] = {
     "torchtitan": _torchtitan,
     "torchtune": _torchtune,
     "llm-foundry": _foundry,
-    "fms-fsdp": _fms,
+    "fms-fsdp": fms_fsdp,
     "ml-engineering": _ml_engineering,
     "pytorch-fsdp": _fsdp_blog,
+    "megatron-bridge": megatron_bridge,
+    "deepspeed-azure": deepspeed_azure,
 }
