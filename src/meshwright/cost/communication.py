@@ -17,6 +17,9 @@ _STATISTICS = "statistics"
 _STATISTICS_VALUES = 3
 _STATISTICS_VALUE_BYTES = 8
 
+#: Rounds of as many microbatches as pipeline ranks after which a schedule repeats itself.
+_STEADY = 4
+
 Counts = tuple[Counter[str], Counter[str]]
 
 
@@ -95,11 +98,29 @@ def _model_parallel(rank: RankMemory, memory: StepMemory, strategy: Strategy, to
                 _add(totals, f"{collective.dimension}_{collective.kind}", times, size)
 
 
-@lru_cache(maxsize=256)
 def _played(
     name: str, ranks: int, microbatches: int, virtual: int, zero: tuple[int, int, int, str, str]
 ) -> tuple[Counter[tuple[str, int, int]], ...]:
-    """Per rank, how often the schedule does each thing: kind, stage, stage at the other end (-1: none)."""
+    """Per rank, how often the schedule does each thing: kind, stage, stage at the other end (-1: none).
+
+    Once a schedule is steady, each further round of as many microbatches as ranks adds the same to every count.
+    """
+    steady = (_STEADY + 1) * ranks + 1
+    rounds = max(0, microbatches - steady) // ranks
+    few = _counted(name, ranks, microbatches - rounds * ranks, virtual, zero)
+    if not rounds:
+        return few
+    fewer = _counted(name, ranks, microbatches - (rounds + 1) * ranks, virtual, zero)
+    return tuple(
+        Counter({key: count + rounds * (count - less[key]) for key, count in most.items()})
+        for most, less in zip(few, fewer, strict=True)
+    )
+
+
+@lru_cache(maxsize=256)
+def _counted(
+    name: str, ranks: int, microbatches: int, virtual: int, zero: tuple[int, int, int, str, str]
+) -> tuple[Counter[tuple[str, int, int]], ...]:
     schedule = make_schedule(
         name,
         ranks=ranks,
@@ -110,6 +131,7 @@ def _played(
         dp=zero[2],
         gather=zero[3],
         reduce=zero[4],
+        check=False,
     )
     return tuple(
         Counter((a.kind, a.stage, -1 if a.peer_stage is None else a.peer_stage) for a in actions)
