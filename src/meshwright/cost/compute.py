@@ -73,7 +73,8 @@ class Speeds:
     """What a device does per second for a job, and what it reaches of that.
 
     `flops_per_s` is the peak in the compute dtype, `product_flops_per_s` what a large product of a layer reaches,
-    `plain_flops_per_s` what one of the head does. `guessed`: the device does not tell its peak.
+    `plain_flops_per_s` what one of the head does. `asynchronous`: it runs beside the host that starts its
+    operations, as accelerators do. `guessed`: the device does not tell its peak.
     """
 
     flops_per_s: float
@@ -83,7 +84,7 @@ class Speeds:
     itemsize: int
     bytes_per_s: float
     reached: Efficiency
-    tensor_cores: bool
+    asynchronous: bool
     attention_factors: tuple[float, float] = (1.0, 1.0)
     guessed: bool = False
 
@@ -116,7 +117,7 @@ def speeds(
         itemsize=DTYPE_BYTES[dtype],
         bytes_per_s=(device.memory_bytes_per_s or usual_bytes) * reached.memory,
         reached=reached,
-        tensor_cores=not core,
+        asynchronous=not core,
         attention_factors=attention_factors,
         guessed=not peaks,
     )
@@ -197,7 +198,7 @@ def _multiply(m: float, k: float, n: float, groups: int, rate: float, size: floa
     """Seconds of `groups` products of m x k by k x n."""
     reached = speed.reached
     share = k / (k + reached.half_inner)
-    if speed.tensor_cores:
+    if speed.asynchronous:
         if k % _ALIGNMENT or n % _ALIGNMENT:
             share *= _UNALIGNED
         share *= _waves(m, n, groups, reached)

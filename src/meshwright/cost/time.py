@@ -41,6 +41,11 @@ TERMS = (
 #: Waiting for the slowest of many nodes: a share of the compute for each doubling of their number.
 _JITTER = 0.01
 
+#: Where the host's core is the device: what a gather or a reduction of a unit costs it besides the collective (copies,
+#: hooks), and the update of a sharded tensor, in starts of an operation (measured with this runtime on a CPU).
+_HOST_COLLECTIVE = 36
+_HOST_TENSOR = 5
+
 
 class StepTime:
     """The predicted time of one optimizer step.
@@ -68,7 +73,8 @@ class StepTime:
         self.microbatches = strategy.microbatches(job.global_batch)
         self._placement = Placement(cluster, strategy)
         self._stages = cut(model, strategy)
-        self._overlap = convention.overlap if convention is not None else True
+        #: On a CPU a collective is computed by the core that it would run beside.
+        self._overlap = (convention is None or convention.overlap) and cluster.device_kind != "cpu"
 
     @cached_property
     def step_s(self) -> float:
@@ -227,9 +233,12 @@ class StepTime:
     def _sent_s(self, kind: Collective, stage: Stage, each: float, dimension: str, *, moved: bool = False) -> float:
         """Seconds of a collective of every unit of a stage; `moved`: of its bytes alone, on the link inside a node."""
         units = self._units[stage.index]
+        host = 0.0
+        if self._sharded and not moved and not self._speeds[0].asynchronous:
+            host = _HOST_COLLECTIVE * self._speeds[0].reached.kernel_s
         experts = sum(math.prod(shape) for block in stage.blocks for shape in block.experts)
         plain = sum(block.parameters for block in stage.blocks) - experts
-        found = 0.0
+        found = units * host
         for count, group in ((plain, dimension), (experts, "experts")):
             if count:
                 over = self._placement.group(group)
@@ -288,7 +297,12 @@ class StepTime:
         moved = stored * (2 + 3 + 2 * states)
         if DTYPE_BYTES[self.job.compute_dtype] < stored:
             moved += stored + DTYPE_BYTES[self.job.compute_dtype]
-        return moved * self._trained / self._speeds[self._busiest].bytes_per_s
+        speed = self._speeds[self._busiest]
+        seconds = moved * self._trained / speed.bytes_per_s
+        if self._sharded and not speed.asynchronous:
+            tensors = sum(len(b.tensors) for index in self._held[self._busiest] for b in self._stages[index].blocks)
+            seconds += _HOST_TENSOR * tensors * speed.reached.kernel_s
+        return seconds
 
     @cached_property
     def _streams(self) -> Streams:
