@@ -22,7 +22,7 @@ else
 endif
 
 .DEFAULT_GOAL = help
-.PHONY: help train test test-all check bench gpu-check active-environment
+.PHONY: help train test test-all check bench accuracy gpu-check active-environment
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +46,9 @@ check: $(READY) ## style, types, floors, spelling
 bench: $(READY) ## how long commands take to start, and schedules to be made
 	"$(BIN)/python" bench/startup.py $(ARGS)
 	"$(BIN)/python" bench/schedule.py
+
+accuracy: $(READY) ## predicted beside published: writes docs/accuracy.md
+	"$(BIN)/python" scripts/accuracy.py $(ARGS)
 
 gpu-check: $(READY) ## prove on a GPU machine what CPUs cannot
 	"$(BIN)/python" scripts/gpu_check.py $(ARGS)

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.cost import StepMemory, price
+from meshwright.cost import StepMemory
 from meshwright.measure import trace
 from meshwright.models import Decoder, DecoderConfig, token_loss
 from meshwright.runtime import Engine
 from meshwright.spec import DecoderShape, Job, Layout, ModelSpec, Strategy, describe, parse_strategy
 from meshwright.spec.families import read_config
+from tests.cost.cores import price
 from tests.harness.models import loss_of
 from tests.harness.pairwise import Row, pairwise
 from tests.harness.ranks import run_ranks

@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
-from meshwright.cost import price
 from meshwright.spec import DecoderShape, Job, Strategy, describe
 from meshwright.spec.job import Dtype
+from tests.cost.cores import price
 from tests.cost.flat import flat_model
 
 LAYERS = 5

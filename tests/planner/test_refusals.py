@@ -9,7 +9,7 @@ from meshwright.errors import ConfigError, InfeasiblePlan, MeshwrightError, Unsu
 from meshwright.planner import make_plan
 from meshwright.spec import DecoderShape, Job, Strategy, describe, parse_assignments
 from meshwright.spec.units import show_bytes
-from tests.planner.machines import SMALL, cluster
+from tests.planner.machines import EVEN, SMALL, cluster
 
 JOB = Job(global_batch=12, sequence=64)
 BIG = 2**40
@@ -18,8 +18,9 @@ BIG = 2**40
 def refused(
     *pins: str, devices: int = 2, job: Job = JOB, tensors_bytes: int = BIG, shape: DecoderShape = SMALL
 ) -> MeshwrightError:
+    machines = cluster(devices, tensors_bytes)
     with pytest.raises(MeshwrightError) as caught:
-        make_plan(shape, cluster(devices, tensors_bytes), job, parse_assignments(pins, option="--pin", bounds=True))
+        make_plan(shape, machines, job, parse_assignments(pins, option="--pin", bounds=True), executable=True)
     return caught.value
 
 
@@ -34,7 +35,7 @@ def refused(
         (["dp=4"], "dp=4 pinned but test machine has 2 devices"),
         (["dp>=3"], "dp>=3 pinned but test machine has 2 devices"),
         (["tp=4"], "tp=4 pinned but test machine has 2 devices"),
-        (["shard=3"], "shard=3 does not divide dp=2"),
+        (["shard=3"], "shard=3 does not divide dp="),
         (["dp=2", "shard=3", "zero=2"], "shard=3 does not divide dp=2"),
         (["zero=0", "shard=2"], "shard=2 has no effect with zero=0"),
         (["prefetch=1", "zero=2"], "prefetch=1 has no effect with zero=2"),
@@ -71,13 +72,13 @@ def test_pins_that_cannot_be_right(pins: list[str], what: str) -> None:
         (["pp=2"], "pipeline parallelism (pp=2)"),
         (["pp=2", "schedule=gpipe"], "pipeline parallelism (pp=2)"),
         (["cp=2"], "context parallelism (cp=2)"),
-        (["ep=2"], "expert parallelism (ep=2)"),
+        (["ep=2"], "ep=2, but decoder has no experts"),
         (["offload.optimizer=host"], "offload to host or disk"),
         (["gather=step"], "gather=step"),
     ],
 )
 def test_legal_pins_that_are_not_executable_yet(pins: list[str], what: str) -> None:
-    error = refused(*pins)
+    error = refused(*pins, shape=EVEN)
     assert type(error) is UnsupportedCombination
     assert error.what.startswith(what)
 
@@ -106,7 +107,7 @@ def test_C2_a_global_batch_that_does_not_divide_says_which_number_came_from_wher
     assert "252 or 259" in pinned.fix
     assert "1 or 2 or 4" in pinned.fix
     # Where nothing is pinned the planner takes the ranks that divide, and says what all seven would need.
-    made = make_plan(SMALL, cluster(7, BIG), job)
+    made = make_plan(SMALL, cluster(7, BIG), job, executable=True)
     assert made.strategy.dp == 4
     left_out = next(entry for entry in made.rejected if entry.strategy == "dp=7,6,5")
     assert "252 or 259 would use 7 ranks" in left_out.reason
@@ -120,14 +121,16 @@ def test_C2_a_global_batch_that_does_not_divide_says_which_number_came_from_wher
 def test_nothing_fits_says_what_is_short_by_how_much_and_what_would_help() -> None:
     model = describe(SMALL, sequence=64, compute_dtype="float32")
     pins = ("dp=2", "zero=0", "microbatch=6", "recompute=none")
-    cost = price(model, JOB, Strategy(dp=2, microbatch=6))
+    cost = price(model, cluster(2, BIG), JOB, Strategy(dp=2, microbatch=6))
     error = refused(*pins, tensors_bytes=cost.peak_bytes - 50_000)
     assert isinstance(error, InfeasiblePlan)
     assert f"short by {show_bytes(50_000)}" in error.what
     assert "dp=2 zero=0 microbatch=6" in error.what
     assert all(pin in error.what for pin in pins)
     for category in CATEGORIES:
-        assert (category in error.why) == (cost.in_step[category] > 0 or category in ("activations", "logits"))
+        named = f"{category} {show_bytes(cost.in_step[category])}" in error.why
+        assert named == (cost.in_step[category] > 0)
+    assert f"needs {show_bytes(cost.total_bytes)}" in error.why
     assert "leave the pin" in error.fix
     assert "fits" in error.fix
     assert "devices with at least" in error.fix
@@ -139,9 +142,11 @@ def test_the_nearest_plan_is_shown_where_nothing_is_pinned() -> None:
     assert "zero=3" in error.what
     assert "microbatch=1" not in error.what  # it is the default
     assert "divided by the shard group" in error.why
+    assert "A plan uses at most 100% of the" in error.why
 
 
 def test_devices_smaller_than_the_process_itself() -> None:
     error = refused(tensors_bytes=-200 * 2**20)
     assert isinstance(error, InfeasiblePlan)
-    assert "0 B are left" in error.why
+    assert "of 100 MiB" in error.why
+    assert "short by 200 MiB" in error.what

@@ -7,12 +7,16 @@ from typing import Any
 from hypothesis import strategies as st
 
 from meshwright.spec import (
+    Change,
     Cluster,
+    Constant,
     Cost,
     DecoderShape,
     Device,
+    ErrorBar,
     Job,
     Link,
+    ModelReference,
     NodeGroup,
     Offload,
     OptimizerSpec,
@@ -32,6 +36,7 @@ _POSITIVE = st.floats(1e-9, 1e12)
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 _PATHS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 _TABLE = st.dictionaries(st.sampled_from(["parameters", "gradients", "logits"]), st.integers(0, 2**50))
+_TERMS = st.dictionaries(st.sampled_from(["matrix products", "optimizer"]), _POSITIVE)
 # Sampled names are text to the type checker; the nouns know them as literals.
 _DTYPES: Any = st.sampled_from(["float64", "float32", "bfloat16", "float16"])
 _POLICIES: Any = st.sampled_from(["none", "selective", "full"])
@@ -176,6 +181,13 @@ _COSTS = st.builds(
     phase=_TEXT,
     collectives=_TABLE,
     collective_bytes=_TABLE,
+    overhead=_TABLE,
+    total_bytes=st.integers(0, 2**50),
+    host_bytes=st.integers(0, 2**50),
+    disk_bytes=st.integers(0, 2**50),
+    step_s=_POSITIVE,
+    terms=_TERMS,
+    model_flops=_POSITIVE,
 )
 
 
@@ -185,23 +197,47 @@ def plans(draw: st.DrawFn) -> Plan:
     runner_up = st.builds(
         RunnerUp,
         strategy=_TEXT,
+        devices=_SIZES,
+        step_s=_POSITIVE,
+        terms=_TERMS,
         in_step=_TABLE,
-        peak_bytes=_SIZES,
-        collectives=_SIZES,
-        collective_bytes=_SIZES,
+        total_bytes=_SIZES,
+        executable=st.booleans(),
         reason=_TEXT,
     )
+    rejected = st.lists(st.builds(Rejected, strategy=_TEXT, reason=_TEXT), max_size=2).map(tuple)
+    change = st.builds(Change, what=_TEXT, strategy=_TEXT, step_s=_POSITIVE, tokens_per_s=_POSITIVE)
+    constants = st.lists(st.builds(Constant, name=_TEXT, value=_POSITIVE, unit=_TEXT, source=_TEXT), max_size=2)
+    objective: Any = draw(st.sampled_from(["time", "devices", "cost"]))
     return Plan(
-        model=draw(shapes()),
+        model=ModelReference(
+            name=draw(_TEXT), parameters=draw(_SIZES), source=draw(_TEXT), decoder=draw(st.none() | shapes())
+        ),
         cluster=draw(clusters()),
         job=draw(jobs()),
         strategy=draw(strategies()),
         cost=draw(_COSTS),
-        framework_bytes=draw(st.integers(0, 2**40)),
+        objective=objective,
+        executable=draw(st.booleans()),
+        price_per_hour=draw(_POSITIVE),
         pinned=draw(st.dictionaries(st.sampled_from(["dp", "zero", "offload.path"]), _TEXT)),
         runner_up=tuple(draw(st.lists(runner_up, max_size=2))),
-        rejected=tuple(draw(st.lists(st.builds(Rejected, strategy=_TEXT, reason=_TEXT), max_size=2))),
-        provenance=draw(st.builds(Provenance, meshwright=_TEXT, rule=_TEXT, memory=_TEXT, cluster=_TEXT)),
+        rejected=draw(rejected),
+        left_out=draw(rejected),
+        changes=tuple(draw(st.lists(change, max_size=2))),
+        searched=draw(_TABLE),
+        error_bar=draw(st.builds(ErrorBar, step_time=_POSITIVE, memory=_POSITIVE, source=_TEXT)),
+        provenance=draw(
+            st.builds(
+                Provenance,
+                meshwright=_TEXT,
+                rule=_TEXT,
+                memory=_TEXT,
+                time=_TEXT,
+                cluster=_TEXT,
+                constants=constants.map(tuple),
+            )
+        ),
     )
 
 

@@ -13,7 +13,17 @@ import torch
 from rich.console import Console
 
 from meshwright.runtime import StepReport
-from meshwright.spec import Cost, DecoderShape, Job, OptimizerSpec, Plan, Provenance, Strategy, this_machine
+from meshwright.spec import (
+    Cost,
+    DecoderShape,
+    Job,
+    ModelReference,
+    OptimizerSpec,
+    Plan,
+    Provenance,
+    Strategy,
+    this_machine,
+)
 from meshwright.spec.files import dump_toml, read_noun, to_table, write_text
 from meshwright.spec.job_file import DataSpec, JobFile, TrainSpec
 from meshwright.train.folder import RunFolder
@@ -55,7 +65,8 @@ def run_folder(
         reduce_dtype=dtype,
     )
     chosen: Strategy = parse_strategy(strategy)
-    plan = Plan(model=SHAPE, cluster=this_machine(), job=job, strategy=chosen, cost=NO_COST, provenance=NO_SOURCE)
+    model = ModelReference(name="decoder", parameters=0, decoder=SHAPE)
+    plan = Plan(model=model, cluster=this_machine(), job=job, strategy=chosen, cost=NO_COST, provenance=NO_SOURCE)
     wanted = JobFile(
         model=SHAPE,
         job=job,

@@ -9,6 +9,8 @@ import typer
 from typer.core import TyperGroup
 
 from meshwright._version import __version__
+from meshwright.cli.accuracy import accuracy
+from meshwright.cli.calibrate import calibrate
 from meshwright.cli.estimate import estimate
 from meshwright.cli.generate import generate
 from meshwright.cli.plan import plan
@@ -48,6 +50,8 @@ app.command()(train)
 app.command()(plan)
 app.command()(estimate)
 app.command()(generate)
+app.command()(calibrate)
+app.command()(accuracy)
 
 
 @app.callback(invoke_without_command=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import typer
@@ -29,21 +28,15 @@ def estimate(
     json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, in bytes.")] = False,
 ) -> None:
     """The memory of every pipeline rank: by category, at rest and in step, and whether it fits."""
+    from meshwright.cli.models import find_described
     from meshwright.cost import estimate as price_memory
     from meshwright.spec import Layout, job_for, parse_strategy
-    from meshwright.spec.catalogue import find_model
     from meshwright.spec.clusters import parse_cluster
-    from meshwright.spec.families import Described
 
     machines = parse_cluster(cluster)
     chosen = parse_strategy(strategy)
     job = job_for(machines, global_batch=global_batch, sequence=seq, changes=set_ or ())
-    if re.fullmatch(r"[\w.]+:[\w.]+", model):
-        from meshwright.measure import named_module
-
-        described: Described = named_module(model, sequence=job.sequence)
-    else:
-        described = find_model(model)
+    described = find_described(model, job.sequence)
     whole = described.at(Layout(sequence=job.sequence, compute_dtype=job.compute_dtype)).parameters
     found = price_memory(described.at(Layout.of(job, chosen)), machines, job, chosen, model_parameters=whole)
     if json:

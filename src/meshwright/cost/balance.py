@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 from itertools import accumulate
 
 __all__ = ["balanced_layers", "balanced_ranks"]
@@ -26,6 +27,10 @@ def balanced_layers(layers: Sequence[float], beside: Sequence[float], paces: Seq
         paces: how fast the device of each stage is, relative to one another; equal without.
     """
     pace = list(paces) or [1.0] * len(beside)
+    if len(set(layers)) == 1:
+        return _dealt(len(layers), layers[0], beside, pace)
+    if len(set(pace)) > 1 or any(beside[1:-1]):
+        return _searched(layers, beside, pace)  # filling up could leave a stage with a layer that is too large for it
     whole = sum(layers) + sum(beside)
     low, high = whole / sum(pace), whole / min(pace)
     best = (len(layers) - len(beside) + 1, *[1] * (len(beside) - 1))
@@ -42,6 +47,26 @@ def balanced_layers(layers: Sequence[float], beside: Sequence[float], paces: Seq
     limit = _slowest(best, layers, beside, pace) * _TIE
     evened = _evened(best, layers, beside, pace, limit)
     return evened if _slowest(evened, layers, beside, pace) <= limit else best
+
+
+def _dealt(count: int, layer: float, beside: Sequence[float], pace: Sequence[float]) -> tuple[int, ...]:
+    """Equal layers, each given to the stage that is then the fastest: the later one of equals."""
+    mean = (count * layer + sum(beside)) / sum(pace)
+    sizes = [max(1, int((mean * speed - more) / layer)) for more, speed in zip(beside, pace, strict=True)]
+    left = count - sum(sizes)
+    while left < 0:  # some stages have their one layer though they are too slow for it
+        held = [(more + size * layer) / speed for more, size, speed in zip(beside, sizes, pace, strict=True)]
+        sizes[max((s for s in range(len(sizes)) if sizes[s] > 1), key=lambda s: (held[s], -s))] -= 1
+        left += 1
+    if left:
+        each = zip(beside, sizes, pace, strict=True)
+        open_ = [((more + (size + 1) * layer) / speed, -stage) for stage, (more, size, speed) in enumerate(each)]
+        heapify(open_)
+        for _ in range(left):
+            seconds, stage = open_[0]
+            sizes[-stage] += 1
+            heapreplace(open_, (seconds + layer / pace[-stage], stage))
+    return tuple(sizes)
 
 
 def _searched(layers: Sequence[float], beside: Sequence[float], pace: Sequence[float]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from meshwright.errors import ConfigError
 from meshwright.spec import Cluster, Job, ModelSpec, Strategy
 from meshwright.spec.conventions import Convention, on_accelerator
 
-__all__ = ["Estimate", "RankEstimate", "estimate", "estimate_of"]
+__all__ = ["Estimate", "RankEstimate", "estimate", "estimate_of", "rank_estimate"]
 
 #: What ZeRO can divide, so that a larger shard group or a higher stage helps.
 _STATES = ("parameters", "gradients", "optimizer")
@@ -140,7 +140,7 @@ def estimate_of(
     model_parameters: int = 0,
 ) -> Estimate:
     """The estimate of a step's memory that is worked out already; see `estimate`."""
-    ranks = tuple(_rank(index, rank, cluster, strategy, convention) for index, rank in enumerate(memory.ranks))
+    ranks = tuple(rank_estimate(index, rank, cluster, strategy, convention) for index, rank in enumerate(memory.ranks))
     worst = memory.ranks[max(range(len(ranks)), key=lambda index: ranks[index].total_bytes)]
     hosts = [group.host_memory_bytes for group in cluster.nodes if group.host_memory_bytes is not None]
     device_bytes = _smallest_used(cluster, strategy.world_size)
@@ -182,9 +182,10 @@ def _smallest_used(cluster: Cluster, ranks: int) -> int:
     return group.device.memory_bytes
 
 
-def _rank(
+def rank_estimate(
     index: int, rank: RankMemory, cluster: Cluster, strategy: Strategy, convention: Convention | None
 ) -> RankEstimate:
+    """What one pipeline rank holds."""
     in_step = rank.in_step
     tensors = sum(in_step.values())
     overhead = overhead_bytes(

@@ -24,6 +24,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "activations",
 #: stage no moment is new.
 _ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
 _STEADY = 4
+_NOTHING = (0, 0)
 #: Actions of one rank in order: kind, stage, microbatch.
 Actions = Iterable[tuple[str, int, int]]
 
@@ -42,10 +43,6 @@ class _Progress:
     inputs: int = 0
     backwards: int = 0
     held: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-    def begun(self, stage: StageMoments) -> bool:
-        """Whether gradients of weights have been made."""
-        return self.backwards > 0 or (stage.fused and self.inputs > 0)
 
 
 class _Situation(NamedTuple):
@@ -98,10 +95,13 @@ class RankMemory:
         """The moment with the most bytes; the first one of equals."""
         # Of actions that differ only in what lies beside them, the one with the most beside it is enough.
         fullest: dict[_Situation, Moment] = {}
-        for situation, beside in self._situations():
-            if situation not in fullest or beside.total > fullest[situation].total:
+        totals: dict[_Situation, int] = {}
+        for situation, others, activations, logits in self._walk():
+            total = others.total + activations + logits
+            if total > totals.get(situation, -1):
                 fullest.pop(situation, None)  # put back behind the others: they stay in the order of the step
-                fullest[situation] = beside
+                fullest[situation] = others._replace(activations=activations, logits=logits)
+                totals[situation] = total
         inside = (moment.plus(beside) for situation, beside in fullest.items() for moment in self._inside(situation))
         return max(chain(inside, [self._ending()]), key=lambda moment: moment.total)
 
@@ -140,6 +140,12 @@ class RankMemory:
 
     def _situations(self) -> Iterator[tuple[_Situation, Moment]]:
         """Every action in order, and what is there besides: other microbatches of its stage, and the other stages."""
+        for situation, others, activations, logits in self._walk():
+            yield situation, others._replace(activations=activations, logits=logits)
+
+    def _walk(self) -> Iterator[tuple[_Situation, Moment, int, int]]:
+        """Every action in order; what other stages hold beside it, and activations and logits of other microbatches.
+        One loop with few calls, for a search walks through many schedules."""
         order = list(self._actions)
         total = Counter(stage for kind, stage, _ in order if kind == "forward")
         progress = {stage: _Progress() for stage in self._moments}
@@ -149,17 +155,25 @@ class RankMemory:
         activations = logits = 0  # of all microbatches in flight
         for kind, index, microbatch in order:
             stage, mine = self._moments[index], progress[index]
-            own = mine.held.pop(microbatch, (0, 0))
+            own = mine.held.pop(microbatch, _NOTHING)
             activations, logits = activations - own[0], logits - own[1]
             if index not in others:
                 others[index] = _sum("", (other for number, other in idle.items() if number != index))
-            beside = others[index]._replace(activations=activations, logits=logits)
             last = mine.backwards == total[index] - 1
-            yield _Situation(kind, index, mine.forwards == 0, mine.begun(stage), last), beside
-            self._advance(kind, stage, mine, microbatch)
-            own = mine.held.get(microbatch, (0, 0))
+            earlier = mine.backwards > 0 or (stage.fused and mine.inputs > 0)
+            yield _Situation(kind, index, mine.forwards == 0, earlier, last), others[index], activations, logits
+            if kind == "forward":
+                mine.forwards += 1
+                own = mine.held[microbatch] = stage.kept
+            elif kind == "backward-input":
+                mine.inputs += 1
+                own = mine.held[microbatch] = stage.waiting, 0
+            else:
+                mine.backwards += 1
+                own = _NOTHING
             activations, logits = activations + own[0], logits + own[1]
-            state = mine.forwards > 0, mine.backwards == total[index], mine.begun(stage)
+            earlier = mine.backwards > 0 or (stage.fused and mine.inputs > 0)
+            state = mine.forwards > 0, mine.backwards == total[index], earlier
             if state != states[index]:
                 states[index] = state
                 idle[index] = stage.idle(begun=state[0], ended=state[1], earlier=state[2])
@@ -178,17 +192,6 @@ class RankMemory:
 
     def _ending(self) -> Moment:
         return _sum("optimizer", [stage.optimizer() for stage in self._moments.values()])
-
-    @staticmethod
-    def _advance(kind: str, stage: StageMoments, mine: _Progress, microbatch: int) -> None:
-        if kind == "forward":
-            mine.forwards += 1
-            mine.held[microbatch] = stage.kept
-        elif kind == "backward-input":
-            mine.inputs += 1
-            mine.held[microbatch] = stage.waiting, 0
-        else:
-            mine.backwards += 1
 
 
 class StepMemory:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from meshwright.cost.compute import Phases
@@ -119,15 +119,15 @@ class Play:
     def _schedule(self, microbatches: int) -> Schedule:
         s = self.strategy
         replicated, sharded = s.dp * s.cp > 1, shard_group(s) > 1
-        return _made(
+        made = _made(
             s.schedule,
             s.pp,
             microbatches,
             s.virtual_stages,
-            self.units,
             (s.zero if sharded else 0, 1 + sharded, 1 + replicated),
             (s.gather, s.reduce) if sharded else ("auto", "auto"),
         )
+        return replace(made, units=self.units)  # where units are placed does not depend on how many there are
 
     def _link(self, source: int, target: int) -> Link:
         """The link between two pipeline ranks: neighbours on one node, or not."""
@@ -167,7 +167,6 @@ def _made(
     ranks: int,
     microbatches: int,
     virtual: int,
-    units: tuple[int, ...],
     zero: tuple[int, int, int],
     variant: tuple[str, str],
 ) -> Schedule:
@@ -176,7 +175,6 @@ def _made(
         ranks=ranks,
         microbatches=microbatches,
         virtual_stages=virtual,
-        units=units,
         zero=zero[0],
         shard=zero[1],
         dp=max(zero[1], zero[2]),

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from meshwright.cost.balance import balanced_layers, balanced_ranks
 from meshwright.cost.compute import Phases, Speeds, speeds
-from meshwright.cost.estimate import Estimate, estimate
+from meshwright.cost.estimate import Estimate, estimate, estimate_of, rank_estimate
 from meshwright.cost.links import Placement
-from meshwright.cost.memory import recomputed_blocks
+from meshwright.cost.memory import StepMemory, recomputed_blocks
 from meshwright.cost.overhead import overhead_bytes
 from meshwright.cost.play import least_s, stage_ranks
 from meshwright.cost.price import price
@@ -18,7 +18,9 @@ from meshwright.cost.stage_work import Workshop
 from meshwright.cost.stages import even_layers
 from meshwright.cost.states import expert_group, shard_group
 from meshwright.cost.time import StepTime
+from meshwright.schedule import FOLDED
 from meshwright.spec import DTYPE_BYTES, Cluster, Cost, Job, Layout, ModelSpec, Strategy
+from meshwright.spec.conventions import on_accelerator
 from meshwright.spec.families import Described
 
 __all__ = ["Pricer"]
@@ -53,7 +55,9 @@ class Pricer:
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._meshes: dict[tuple[object, ...], float] = {}
         self._times: dict[Strategy, StepTime] = {}
+        self._steps: dict[Strategy, StepMemory] = {}
         self._memories: dict[Strategy, Estimate] = {}
+        self._convention = None if cluster.device_kind == "cpu" else on_accelerator(None)
 
     # --- exact --------------------------------------------------------------------------------------------------------
 
@@ -93,12 +97,37 @@ class Pricer:
     def memory(self, strategy: Strategy) -> Estimate:
         """The memory of every pipeline rank."""
         if strategy not in self._memories:
-            self._memories[strategy] = estimate(self.model(strategy), self.cluster, self.job, strategy)
+            step, model = self._step(strategy), self.model(strategy)
+            self._memories[strategy] = estimate_of(step, model, self.cluster, self.job, strategy, self._convention)
         return self._memories[strategy]
+
+    def short_bytes(self, strategy: Strategy, *, ends: bool = False) -> int:
+        """Bytes that a device is short of: of the first pipeline rank that is short, looked at from both ends; of the
+        one that needs most, 0 or less, where none is.
+
+        Args:
+            ends: look at the first and the last pipeline rank alone.
+        """
+        step, usable = self._step(strategy), self.budget_bytes(strategy)
+        first, *others = range(len(step.ranks))
+        most = -usable
+        for index in [first, *others[-1:], *([] if ends else others[:-1])]:
+            rank = rank_estimate(index, step.ranks[index], self.cluster, strategy, self._convention)
+            most = max(most, rank.total_bytes - usable)
+            if most > 0:
+                break
+        return most
 
     def fits(self, strategy: Strategy) -> bool:
         """Whether every device, host and disk has room."""
-        return self.memory(strategy).fits
+        return self.short_bytes(strategy) <= 0 and self.memory(strategy).fits
+
+    def _step(self, strategy: Strategy) -> StepMemory:
+        if strategy not in self._steps:
+            if strategy.world_size > self.cluster.devices:
+                estimate(self.model(strategy), self.cluster, self.job, strategy)  # says so
+            self._steps[strategy] = StepMemory(self.model(strategy), self.job, strategy, self._convention)
+        return self._steps[strategy]
 
     def price(self, strategy: Strategy) -> Cost:
         """Memory, communication, and seconds term by term."""
@@ -266,7 +295,7 @@ class Pricer:
             return even
         world = s.world_size if len(self.cluster.nodes) > 1 else 0
         mesh = (s.tp, s.cp, s.ep, s.sequence_parallel, s.microbatch, self._near(strategy), world)
-        key = (*mesh, s.pp, s.virtual_stages, s.recompute, s.recompute_blocks)
+        key = (*mesh, s.pp, s.virtual_stages, s.schedule in FOLDED, s.recompute, s.recompute_blocks)
         if key not in self._cuts:
             parts = self._works(strategy)
             recomputed = recomputed_blocks(self.model(strategy), strategy)

@@ -74,6 +74,8 @@ def cut(model: ModelSpec, strategy: Strategy) -> tuple[Stage, ...]:
 
 def _with_copies(blocks: Sequence[BlockSpec], model: ModelSpec) -> tuple[tuple[BlockSpec, ...], int]:
     """Blocks with the tied weights that they use and that lie on another stage, as parameters of their own."""
+    if not any(block.tied_parameters for block in blocks):
+        return tuple(blocks), 0
     names = {block.name for block in blocks}
     elsewhere = [block for block in model.blocks if block.name not in names]
     found, copied = [], 0

@@ -79,7 +79,12 @@ class StepTime:
     @cached_property
     def step_s(self) -> float:
         """Seconds of one optimizer step."""
-        return self._play.makespan_s() + self._after + self._beside
+        return self._whole_s + self._after + self._beside
+
+    @cached_property
+    def _whole_s(self) -> float:
+        """Seconds from the first forward to the last reduction."""
+        return self._play.makespan_s()
 
     @cached_property
     def terms(self) -> dict[str, float]:
@@ -89,10 +94,12 @@ class StepTime:
         without messages, gathers and reductions.
         """
         play, rank = self._play, self._busiest
-        whole = play.makespan_s()
-        gathered = min(whole, play.makespan_s(reduces=False))
-        sent = min(gathered, play.makespan_s(gathers=False, reduces=False))
-        quiet = min(sent, play.makespan_s(gathers=False, reduces=False, messages=False))
+        whole, times = self._whole_s, play.times
+        gathered = min(whole, play.makespan_s(reduces=False)) if any(times.reduce) else whole
+        sent = min(gathered, play.makespan_s(gathers=False, reduces=False)) if any(times.gather) else gathered
+        quiet = sent
+        if self.strategy.pp > 1:
+            quiet = min(sent, play.makespan_s(gathers=False, reduces=False, messages=False))
         found = dict.fromkeys(TERMS, 0.0)
         for stage in self._held[rank]:
             for term, phases in self._work[stage].terms.items():

@@ -1,7 +1,8 @@
-"""The choice: from what is possible, by a fixed rule, with reasons. Nothing here imports torch."""
+"""The choice: from what is possible, the best that fits, with reasons. Nothing here imports torch."""
 
-from meshwright.planner.make import make_plan
+from meshwright.planner.make import Model, ask, make_plan, plan_for
 from meshwright.planner.pins import pins_of
-from meshwright.planner.rule import RULE
+from meshwright.planner.question import Question
+from meshwright.planner.why import Why, parse_why, why_not
 
-__all__ = ["RULE", "make_plan", "pins_of"]
+__all__ = ["Model", "Question", "Why", "ask", "make_plan", "parse_why", "pins_of", "plan_for", "why_not"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -11,10 +11,10 @@ from meshwright.spec import Assignment, Offload, Strategy, parse_strategy
 from meshwright.spec.files import to_table
 from meshwright.spec.text import check_pins, pins_from_table, require_consistent
 
-__all__ = ["FREE", "Pins", "pins_of"]
+__all__ = ["FIXED", "Pins", "pins_of"]
 
-#: What the planner chooses. Every other field of a Strategy is pinned or keeps its default.
-FREE = ("dp", "zero", "shard", "microbatch", "recompute", "recompute_blocks")
+#: What the planner does not search: pinned, or the default. Every other field of a Strategy is chosen.
+FIXED = ("mesh_order", "unit_blocks")
 
 
 class Pins:
@@ -24,7 +24,7 @@ class Pins:
         ConfigError: an unknown field, a value of the wrong type, or pins that contradict each other.
     """
 
-    def __init__(self, assignments: Iterable[Assignment]) -> None:
+    def __init__(self, assignments: Iterable[Assignment] = ()) -> None:
         self._all = list(assignments)
         check_pins(self._all)
         require_consistent(self._all, "pins")
@@ -45,6 +45,13 @@ class Pins:
         """The values to try: the pinned one as it is (it may be illegal), otherwise those that the bounds allow."""
         exact = self.exact(key)
         return [exact] if exact is not None else [value for value in values if self.allows(key, value)]
+
+    def open_options(self, key: str, values: Sequence[int]) -> list[int]:
+        """As `options`, for a field whose usual values are only some of the legal ones: where bounds allow none of
+        them, the value of a bound itself."""
+        found = self.options(key, values)
+        bounds = sorted(pin.value for pin in self.of(key) if self.allows(key, pin.value))
+        return found or bounds[:1]
 
     def show(self, *keys: str) -> str:
         """The pins of these fields as text, for messages."""
@@ -69,44 +76,41 @@ class Pins:
         return list(dict.fromkeys(pin.key for pin in self._all))
 
     def fixed(self) -> dict[str, Any]:
-        """Values of the fields that the planner does not choose: pinned, or the default moved inside its bounds."""
-        default, found = Strategy(), dict[str, Any]()
-        for entry in fields(Strategy):
-            if entry.name not in (*FREE, "offload") and self.of(entry.name):
-                found[entry.name] = self._value(entry.name, getattr(default, entry.name))
-        if found.get("pp", 1) > 1 and "schedule" not in found:
-            found["schedule"] = "1f1b"
-        tiers = {f.name: self.exact(f"offload.{f.name}") for f in fields(Offload)}
-        given = {name: value for name, value in tiers.items() if value is not None}
-        if given:
-            found["offload"] = Offload(**given)
-        return found
+        """Values of the fields that are not searched: pinned, or the default moved inside its bounds."""
+        return {name: self._value(name, getattr(Strategy(), name)) for name in FIXED if self.of(name)}
 
-    def _value(self, key: str, default: Any) -> Any:
+    def listed(self, key: str, kind: type) -> tuple[Any, ...] | None:
+        """The pinned list of a field; None where it is not pinned.
+
+        Raises:
+            ConfigError: an item has the wrong type.
+        """
         value = self.exact(key)
         if value is None:
-            value = default
-            for pin in self.of(key):
-                if not pin.allows(value):
-                    value = pin.value
-        if not isinstance(value, list):
-            return value
-        wanted = int if key == "stages" else str
-        if any(type(item) is not wanted for item in value):
-            kind = "whole numbers" if wanted is int else "text"
+            return None
+        if any(type(item) is not kind for item in value):
+            wanted = "whole numbers" if kind is int else "text"
             raise ConfigError(
-                f"strategy.{key}={value!r} has the wrong type", why=f"its items are {kind}", fix="correct it"
+                f"strategy.{key}={value!r} has the wrong type", why=f"its items are {wanted}", fix="correct it"
             )
         return tuple(value)
 
+    def _value(self, key: str, default: Any) -> Any:
+        if isinstance(default, tuple):
+            return self.listed(key, str)
+        return self.options(key, [default])[0] if self.options(key, [default]) else self.open_options(key, [])[0]
+
 
 def pins_of(strategy: Strategy | str) -> list[Assignment]:
-    """Pins that leave only this strategy (or the one of this text form): what the planner would choose, and the rest
-    where it is not the default.
+    """Pins that leave only this strategy (or the one of this text form).
+
+    Stages that are left out stay what they mean: layers spread evenly (`stages=[]`).
 
     Raises:
         ConfigError: the text is no strategy, or an illegal one.
     """
     whole = parse_strategy(strategy) if isinstance(strategy, str) else strategy
-    usual = {pin.key: pin.value for pin in pins_from_table(to_table(Strategy(dp=whole.dp, zero=whole.zero)))}
-    return [pin for pin in pins_from_table(to_table(whole)) if pin.key in FREE or usual.get(pin.key) != pin.value]
+    usual = {pin.key: pin.value for pin in pins_from_table(to_table(Strategy()))}
+    kept = [name for name in (f.name for f in fields(Strategy)) if name not in FIXED]
+    kept += [f"offload.{f.name}" for f in fields(Offload) if f.name != "path"]
+    return [pin for pin in pins_from_table(to_table(whole)) if pin.key in kept or usual.get(pin.key) != pin.value]

@@ -2,92 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import get_args
 
-from meshwright.cost import recomputed_blocks
-from meshwright.spec import Cost, Job, ModelSpec, Strategy
-from meshwright.spec.units import show_bytes
+from meshwright.cost.pricer import Pricer
+from meshwright.planner.objective import Objective
+from meshwright.spec import Cluster, Cost, Strategy
+from meshwright.spec.strategy import Schedule
 
-__all__ = ["POLICIES", "RULE", "Candidate", "rank", "why_second"]
+__all__ = ["POLICIES", "RULE", "Candidate", "leanness", "rule_of"]
 
 RULE = (
-    "Use as many ranks as the devices and the global batch allow. Among the strategies that fit into memory take the "
-    "one with the fewest collectives a step, then the fewest bytes in them, then the least recomputation, then the "
-    "fewest microbatches, then the least memory."
+    "Of all strategies that fit into memory take the one with {objective}. Recompute and offload only what must be. Of "
+    "equals take the fewer devices, then the lower ZeRO stage, the larger shard group, the least recomputation, the "
+    "least memory, and then the plainer one: smaller tp, cp, ep and pp, the earlier schedule."
 )
 
 #: Recompute policies, the least recomputation first.
 POLICIES = ("none", "selective", "full")
+_SCHEDULES = ("single", "1f1b", *(name for name in get_args(Schedule) if name not in ("single", "1f1b")))
+_GATHERS = ("none", "unit", "chunk", "step")
+_REDUCES = ("end", "microbatch", "window")
 
 
-@dataclass(frozen=True)
+def rule_of(objective: Objective) -> str:
+    """The rule with an objective, in words."""
+    return RULE.format(objective=objective.text)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A strategy with its price, and what the rule compares."""
+    """A strategy with its price, which is worked out as far as it is asked for.
+
+    `pricer` knows the cluster it is priced on: all nodes, or those that are not left out.
+    """
 
     strategy: Strategy
-    cost: Cost
-    microbatches: int
-    recomputed_flops: int
-    key: tuple[int, ...] = field(repr=False)
+    pricer: Pricer = field(repr=False)
+    executable: bool
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.pricer.step_s(self.strategy)
+
+    @property
+    def total_bytes(self) -> int:
+        """What the rank that needs most takes of its device."""
+        return self.pricer.memory(self.strategy).worst.total_bytes
+
+    @cached_property
+    def cost(self) -> Cost:
+        """The whole price: bytes by category, collectives, seconds by term."""
+        return self.pricer.price(self.strategy)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The nodes it was priced on."""
+        return self.pricer.cluster
+
+    def key(self, objective: Objective) -> tuple[object, ...]:
+        """What the rule compares: of two candidates the one with the smaller key is better, and no two are equal."""
+        s = self.strategy
+        tiers = (s.offload.optimizer, s.offload.parameters, s.offload.activations)
+        return (
+            *objective.value(s.world_size, self.step_s),
+            s.world_size,
+            sum(tier != "device" for tier in tiers),
+            s.zero,
+            -s.shard,
+            POLICIES.index(s.recompute),
+            s.recompute_blocks or 2**31,
+            self.total_bytes,
+            (s.tp, s.cp, s.ep, s.pp),
+            _SCHEDULES.index(s.schedule),
+            s.virtual_stages,
+            s.sequence_parallel,
+            -s.microbatch,
+            s.prefetch,
+            _GATHERS.index(s.gather),
+            _REDUCES.index(s.reduce),
+            str(s),
+        )
 
 
-def rank(model: ModelSpec, job: Job, strategy: Strategy, cost: Cost) -> Candidate:
-    """A candidate; of two with equally many ranks the one with the smaller `key` is better, and no two are equal.
-
-    Recomputation is compared by the flops that full recompute does again; selective recompute repeats no matrix product
-    and comes between none and any full one.
-    """
-    again = model.layers[: recomputed_blocks(model, strategy)]
-    flops = sum(block.forward_flops for block in again) * strategy.microbatch if strategy.recompute == "full" else 0
-    microbatches = strategy.microbatches(job.global_batch)
-    key = (
-        sum(cost.collectives.values()),
-        sum(cost.collective_bytes.values()),
-        flops * microbatches,
-        POLICIES.index(strategy.recompute),
-        len(again),
-        microbatches,
-        cost.peak_bytes,
-        strategy.zero,
+def leanness(strategy: Strategy) -> tuple[int, ...]:
+    """Of strategies of one schedule the one with the least keeps least."""
+    tiers = strategy.offload.activations, strategy.offload.optimizer, strategy.offload.parameters
+    return (
+        *(tier == "device" for tier in tiers),
+        -strategy.zero,
         -strategy.shard,
+        strategy.reduce == "window",
+        strategy.gather != "unit",
+        strategy.prefetch,
     )
-    return Candidate(strategy, cost, microbatches, flops * microbatches, key)
-
-
-def why_second(best: Candidate, other: Candidate) -> str:
-    """What a candidate that fits loses by against the best: the first criterion of the rule that tells them apart."""
-    criteria: list[tuple[Callable[[Candidate], int], Callable[[], str]]] = [
-        (_collectives, lambda: f"{_collectives(other)} collectives a step instead of {_collectives(best)}"),
-        (_volume, lambda: f"{show_bytes(_volume(other))} in collectives instead of {show_bytes(_volume(best))}"),
-        (lambda c: c.recomputed_flops, lambda: f"recomputes {_share(other)} where the best recomputes {_share(best)}"),
-        (
-            lambda c: POLICIES.index(c.strategy.recompute),
-            lambda: f"recomputes ({other.strategy.recompute}) without need",
-        ),
-        (lambda c: c.microbatches, lambda: f"{other.microbatches} microbatches instead of {best.microbatches}"),
-        (
-            lambda c: c.cost.peak_bytes,
-            lambda: f"needs {show_bytes(other.cost.peak_bytes - best.cost.peak_bytes)} more memory",
-        ),
-    ]
-    for measure, text in criteria:
-        if measure(best) != measure(other):
-            return text()
-    return "costs the same; the lower ZeRO stage and the larger shard group come first"
-
-
-def _collectives(candidate: Candidate) -> int:
-    return sum(candidate.cost.collectives.values())
-
-
-def _volume(candidate: Candidate) -> int:
-    return sum(candidate.cost.collective_bytes.values())
-
-
-def _share(candidate: Candidate) -> str:
-    strategy = candidate.strategy
-    if strategy.recompute == "none":
-        return "nothing"
-    count = strategy.recompute_blocks
-    return f"{count or 'all'} block{'' if count == 1 else 's'} ({strategy.recompute})"

@@ -1,131 +1,400 @@
-"""The search: price every strategy of the space, most ranks first, and keep what fits."""
+"""The search: best-first branch and bound over meshes, their schedules, and strategies; it loses nothing.
+
+What is next is always what may lead to the least. A mesh is looked at by the work it cannot do without, then with the
+recomputation that memory makes necessary, then schedule by schedule, then strategy by strategy; only what is still
+ahead is played, and only what is ahead by its true time is looked at for memory in full.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+import heapq
+import math
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
 
-from meshwright.cost import StepMemory, price
+from meshwright.cost.floors import Floors
+from meshwright.cost.pricer import Pricer
 from meshwright.errors import ConfigError
-from meshwright.planner.rule import POLICIES, Candidate, rank
-from meshwright.planner.space import Shape, Space
-from meshwright.spec import Job, ModelSpec, Strategy, is_executable, require_executable
+from meshwright.planner.meshes import Mesh, MeshClass
+from meshwright.planner.nodes import parts
+from meshwright.planner.objective import Objective
+from meshwright.planner.result import Counts, Result
+from meshwright.planner.rule import Candidate, leanness
+from meshwright.planner.space import Recompute, Shape, Space
+from meshwright.spec import Cluster, Strategy, is_executable, require_executable
 
-__all__ = ["Result", "search"]
+__all__ = ["Counts", "Result", "search"]
+
+#: What other schedules may hold less than 1F1B by cutting layers differently, as a share of a device's memory.
+_SPARE = 1.1
+
+#: A search of a large space ends after so many strategies; what may have been lost by that is told (`Counts.unproven`).
+_MOST_STRATEGIES = 400
+#: A bound usually lies below the price by so much for each step that is still to be done.
+_BELOW = 0.03
+_STEPS_LEFT = {"_class": 6, "_mesh": 5, "_firm": 4, "_schedules": 3, "_lean": 2, "_shapes": 1.5, "_time": 1, "_fit": 0}
 
 
-@dataclass
-class Result:
-    """What a search found. `fitting` is sorted, best first; all have the same number of ranks.
-
-    `short` are the strategies that do not fit, `passed` the smaller numbers of ranks that were not looked at.
-    """
-
-    fitting: list[Candidate] = field(default_factory=list)
-    short: list[Candidate] = field(default_factory=list)
-    passed: list[int] = field(default_factory=list)
-
-
-def search(model: ModelSpec, job: Job, space: Space, budget_bytes: int) -> Result:
-    """Go through a space by the rule.
+def search(pricer: Pricer, space: Space, objective: Objective, *, most: int = 10) -> Result:
+    """The best strategies of a space.
 
     Args:
-        budget_bytes: what tensors may take on a device.
+        most: how many are wanted: those that come first are certain to be the best, in this order.
 
     Raises:
         ConfigError: no strategy within the pins is legal; the text is that of one of them.
-        UnsupportedCombination: none of the legal ones is executable by this version.
+        UnsupportedCombination: none of the legal ones is executable by this version, where only such are wanted.
     """
-    result = Result()
-    illegal: ConfigError | None = None
-    legal: Strategy | None = None
-    for index, dp in enumerate(space.degrees):
-        shapes, error = space.at(dp)
-        illegal = illegal or error
-        legal = legal or next((shape.strategy for shape in shapes), None)
-        fitting, short = _price_all(model, job, shapes, budget_bytes)
-        result.fitting += fitting
-        result.short += short
-        if result.fitting:
-            result.fitting.sort(key=lambda candidate: candidate.key)
-            result.passed = space.degrees[index + 1 :]
-            return result
-    if legal is None:
-        raise illegal or _nothing_matches(space)
-    if not result.short:
-        require_executable(legal, job)
+    whole, *smaller = parts(pricer.cluster, pricer.job)
+    result = _on_all(pricer if whole == pricer.cluster else _on(pricer, whole), space, objective, most)
+    for cluster in smaller:
+        try:
+            found = _on_all(_on(pricer, cluster), space, objective, most)
+        except ConfigError:  # the pins ask for more than these nodes have
+            continue
+        result.fitting += found.fitting
+        result.short += found.short
+        result.counts = result.counts.plus(found.counts)
+    result.fitting.sort(key=lambda candidate: candidate.key(objective))
+    del result.fitting[most:]
+    if result.fitting or result.short:
+        return result
+    raise _why_nothing(space)
+
+
+def _on_all(pricer: Pricer, space: Space, objective: Objective, most: int) -> Result:
+    """The best on one part of the nodes; with what may leave the devices where nothing fits otherwise."""
+    if pricer is not space.pricer:
+        space = space.on(pricer)
+    open_tiers = space.offload_open
+    if open_tiers and objective.name == "devices":
+        space, open_tiers = space.offloading(), False
+    result = _Search(pricer, space, objective, most).run()
+    if not result.fitting and result.short and open_tiers:
+        wider = _Search(pricer, space.offloading(), objective, most).run()
+        wider.short = wider.short or result.short
+        return wider
     return result
 
 
-def _price_all(
-    model: ModelSpec, job: Job, shapes: list[Shape], budget_bytes: int
-) -> tuple[list[Candidate], list[Candidate]]:
-    """Executable strategies that fit, and some of those that do not: enough to tell how much is short.
+def _on(pricer: Pricer, cluster: Cluster) -> Pricer:
+    """The prices of the same model and job on other nodes."""
+    return Pricer(pricer.described, cluster, pricer.job)
 
-    What cannot be the best is not priced: more recomputation where less fits (it has the same collectives), and all but
-    the smallest of a way to shard whose states alone do not fit.
-    """
-    fitting: list[Candidate] = []
-    short: list[Candidate] = []
-    served: set[tuple[int, int, int]] = set()
-    hopeless: set[tuple[int, int]] = set()
-    order = sorted(shapes, key=lambda s: (s.strategy.microbatch, POLICIES.index(s.strategy.recompute)))
-    for shape in order:
-        strategy = shape.strategy
-        way, served_by = (strategy.zero, strategy.shard), (strategy.zero, strategy.shard, strategy.microbatch)
-        if way in hopeless or served_by in served or not is_executable(strategy, job):
-            continue
-        if StepMemory(model, job, strategy).floor_bytes > budget_bytes:
-            hopeless.add(way)
-            smallest = [s for s in order if (s.strategy.zero, s.strategy.shard, s.strategy.microbatch) == served_by][-1]
-            short.append(_priced(model, job, smallest.strategy, smallest.blocks[-1]))
-            continue
-        candidate = _settle(model, job, shape, budget_bytes)
-        if candidate.cost.peak_bytes <= budget_bytes:
-            served.add(served_by)
-            fitting.append(candidate)
+
+def _why_nothing(space: Space) -> ConfigError:
+    if space.executable:
+        for mesh in (group.at(dp) for group in space.classes() for dp in group.dps):
+            for strategy in space.legal(mesh):
+                try:
+                    require_executable(strategy, space.job)
+                except ConfigError as error:
+                    return error
+    return space.illegal or space.nothing_matches()
+
+
+class _Search:
+    """One search. The heap holds what is to be done next by the least that it can lead to."""
+
+    def __init__(self, pricer: Pricer, space: Space, objective: Objective, most: int) -> None:
+        self._pricer, self._space, self._objective, self._most = pricer, space, objective, most
+        self._heap: list[tuple[tuple[float, ...], tuple[float, ...], int, Callable[..., None], tuple[Any, ...]]] = []
+        self._number = 0
+        #: The objective of the worst of those that are wanted, once there are so many.
+        self._limit: tuple[float, ...] = (math.inf,)
+        self._found: dict[tuple[Any, ...], Candidate] = {}
+        self._short: dict[tuple[Any, ...], tuple[int, Strategy]] = {}
+        self._hopeless: dict[tuple[Any, ...], bool] = {}
+        self._counts = Counts()
+        self._floors = Floors(pricer)
+
+    def run(self) -> Result:
+        """Search to the end, or until so many strategies were looked at that the best of them has to do."""
+        for group in self._space.classes():
+            dps = group.dps if self._objective.name != "time" else group.dps[::-1]
+            self._open(group, dps, 0)
+        while self._heap:
+            _, value, _, step, arguments = heapq.heappop(self._heap)
+            if value > self._limit:
+                continue
+            if self._counts.strategies > _MOST_STRATEGIES and len(self._found) >= self._most:
+                self._counts.unproven = self._gap(value)
+                break
+            try:
+                step(*arguments)
+            except ConfigError as error:  # what the model or a schedule cannot do shows only now
+                self._space.illegal = self._space.illegal or error
+        return Result(self._best(), self._nearest(), self._counts)
+
+    def _gap(self, value: tuple[float, ...]) -> float:
+        """By what share the objective of something not looked at may be smaller than that of the best."""
+        least = min([value, *(entry[1] for entry in self._heap)])[-1]
+        best = min(self._value(candidate) for candidate in self._found.values())[-1]
+        return max(0.0, 1 - least / best) if best else 0.0
+
+    def _push(self, devices: int, floor_s: float, step: Callable[..., None], *arguments: Any) -> None:
+        """Note what is to be done by the least it can lead to. What is nearer to a price goes first, unless something
+        else may be better by more than a bound usually lies below it: so that there is soon something to beat."""
+        value = self._objective.value(devices, floor_s)
+        if value <= self._limit:
+            self._number += 1
+            ahead = 1 + _BELOW * _STEPS_LEFT[step.__name__]
+            order = (*value[:-1], value[-1] * ahead)
+            heapq.heappush(self._heap, (order, value, self._number, step, arguments))
+
+    # --- meshes -------------------------------------------------------------------------------------------------------
+
+    def _open(self, group: MeshClass, dps: tuple[int, ...], at: int) -> None:
+        """Push a class of meshes by the least its work can take."""
+        ranks = group.of_a_replica * dps[at]
+        self._push(ranks, self._floors.work_s(ranks), self._class, group, dps, at)
+
+    def _class(self, group: MeshClass, dps: tuple[int, ...], at: int) -> None:
+        if self._too_large(group):
+            return
+        mesh = group.at(dps[at])
+        self._push(mesh.ranks, self._floors.mesh_s(self._space.plain(mesh)), self._mesh, mesh, group, dps, at)
+
+    def _too_large(self, group: MeshClass) -> bool:
+        """Whether nothing of a class fits: not even what keeps least, on the most ranks, one sequence at a time."""
+        key = group[:5]
+        if key not in self._hopeless:
+            mesh = group.at(group.dps[-1])
+            lean = self._space.leanest(mesh._replace(microbatch=1))
+            self._hopeless[key] = lean is not None and not self._may_fit(lean, mean=True)
+        return self._hopeless[key]
+
+    def _mesh(self, mesh: Mesh, group: MeshClass, dps: tuple[int, ...], at: int) -> None:
+        if at + 1 < len(dps):
+            self._open(group, dps, at + 1)
+        self._counts.meshes += 1
+        lean = self._space.leanest(mesh)
+        if lean is None or not self._may_fit(lean, mean=True):
+            return
+        # Of every way to shard, and every way to recompute: the floor, and the fewest blocks that may be enough.
+        ways = []
+        for way in self._space.sharded(lean):
+            floors = [self._floors.zero_mesh_s(way, entry.policy, entry.blocks) for entry in self._space.recomputes]
+            least = floors[0][0] if floors[0][0] < math.inf else min(floors)[0]
+            if least < math.inf:
+                ways.append((least, way, tuple(place if floor < math.inf else -1 for floor, place in floors)))
+        if ways:
+            self._push(mesh.ranks, min(least for least, *_ in ways), self._firm, mesh, ways)
         else:
-            short.append(candidate)
-    return fitting, short
+            self._note(lean, self._floors.states_bytes(lean))
 
+    def _firm(self, mesh: Mesh, ways: list[tuple[float, Strategy, tuple[int, ...]]]) -> None:
+        """Push a mesh again by the time it takes with the recomputation that 1F1B needs: no schedule keeps less."""
+        best, fewest = math.inf, [len(entry.blocks) for entry in self._space.recomputes]
+        for least, way, places in sorted(ways, key=itemgetter(0)):
+            if self._objective.value(mesh.ranks, least) > self._limit:
+                break
+            known = least < best and way.schedule in ("single", "1f1b")
+            for number, (entry, place) in enumerate(zip(self._space.recomputes, places, strict=True)):
+                found = self._fewest(way, entry, place, _SPARE) if known and place >= 0 else place
+                if found < 0:
+                    continue
+                fewest[number] = min(fewest[number], found)
+                if least < best:
+                    changed = self._space.recomputing(way, entry, entry.blocks[found])
+                    best = min(best, self._floors.recomputed_mesh_s(changed))
+                if number == 0:
+                    fewest[1:] = [min(n, max(0, place)) for n, place in zip(fewest[1:], places[1:], strict=True)]
+                    break
+        if best < math.inf:
+            kept = tuple(
+                n if n < len(entry.blocks) else -1 for n, entry in zip(fewest, self._space.recomputes, strict=True)
+            )
+            self._push(mesh.ranks, best, self._schedules, mesh, kept)
 
-def _nothing_matches(space: Space) -> ConfigError:
-    pinned = space.pins.show(*space.pins.keys)
-    return ConfigError(
-        f"no strategy satisfies {pinned}", why="the pins leave no value to choose", fix="leave one of them out"
-    )
+    def _schedules(self, mesh: Mesh, places: tuple[int, ...]) -> None:
+        """Push every schedule by its floor with the least recomputation that may be enough on this mesh.
 
+        Args:
+            places: of each way to recompute, the place in its numbers of blocks of the least; -1 where none is enough.
+        """
+        for shapes in self._space.schedules(mesh):
+            self._push(mesh.ranks, self._least_s(shapes[0].variants[0], places), self._lean, shapes, places)
 
-def _settle(model: ModelSpec, job: Job, shape: Shape, budget_bytes: int) -> Candidate:
-    """Price a strategy; where the number of recomputed blocks is open, with the fewest that fit, else with the most."""
+    def _least_s(self, strategy: Strategy, places: tuple[int, ...]) -> float:
+        least = math.inf
+        for entry, place in zip(self._space.recomputes, places, strict=True):
+            if place >= 0:
+                changed = self._space.recomputing(strategy, entry, entry.blocks[place])
+                least = min(least, self._floors.schedule_s(changed))
+                if entry is self._space.recomputes[0]:
+                    break  # the others take longer
+        return least
 
-    if len(shape.blocks) == 1:
-        return _priced(model, job, shape.strategy, shape.blocks[0])
-    for blocks in _worth_trying(model, job, shape, budget_bytes):
-        candidate = _priced(model, job, shape.strategy, blocks)
-        if candidate.cost.peak_bytes <= budget_bytes:
-            return candidate
-    return _priced(model, job, shape.strategy, shape.blocks[-1])
+    def _lean(self, shapes: list[Shape], places: tuple[int, ...]) -> None:
+        """Push a schedule again by the time it takes with the recomputation that its leanest strategy needs."""
+        every = (strategy for shape in shapes for strategy in shape.variants)
+        lean = min(every, key=leanness)
+        found = []
+        for entry, place in zip(self._space.recomputes, places, strict=True):
+            found.append(self._fewest(lean, entry, place) if place >= 0 else -1)
+            if found[0] >= 0:
+                found += places[1:]
+                break
+        if max(found) >= 0:
+            self._push(shapes[0].mesh.ranks, self._least_s(lean, tuple(found)), self._shapes, shapes, tuple(found))
 
+    # --- strategies ---------------------------------------------------------------------------------------------------
 
-def _priced(model: ModelSpec, job: Job, strategy: Strategy, blocks: int) -> Candidate:
-    strategy = _with_blocks(strategy, blocks)
-    return rank(model, job, strategy, price(model, job, strategy))
+    def _shapes(self, shapes: list[Shape], places: tuple[int, ...]) -> None:
+        for shape in shapes:
+            for strategy in shape.variants:
+                self._recompute(shape, strategy, 0, places)
 
+    def _recompute(self, shape: Shape, strategy: Strategy, first: int, places: tuple[int, ...]) -> None:
+        """Push a strategy with the least recomputation that may fit. Where the first way may, the others are left until
+        it turns out that it does not."""
+        for number, entry in enumerate(self._space.recomputes[first:], first):
+            if places[number] < 0:
+                continue
+            self._counts.strategies += 1
+            least = self._space.recomputing(strategy, entry, entry.blocks[places[number]])
+            if self._objective.value(shape.mesh.ranks, self._floors.strategy_s(least)) > self._limit:
+                continue
+            place = self._fewest(strategy, entry, places[number])
+            if place < 0:
+                continue
+            changed = self._space.recomputing(strategy, entry, entry.blocks[place])
+            self._push(shape.mesh.ranks, self._floors.strategy_s(changed), self._time, shape, changed, number, places)
+            if number == 0:
+                return
 
-def _with_blocks(strategy: Strategy, blocks: int) -> Strategy:
-    """The same strategy with another number of recomputed blocks."""
-    return strategy if strategy.recompute_blocks == blocks else replace(strategy, recompute_blocks=blocks)
+    def _fewest(self, strategy: Strategy, entry: Recompute, low: int, spare: float = 1.0) -> int:
+        """The place of the fewest blocks, from `low` on, under which the bound on memory fits; -1 where there is none.
 
+        Args:
+            spare: how many times the usable bytes there may be.
+        """
+        high, budget = len(entry.blocks) - 1, spare * self._pricer.budget_bytes(strategy)
+        last = self._space.recomputing(strategy, entry, entry.blocks[high])
+        if self._floors.bytes(last) > budget:
+            self._note(last, self._floors.bytes(last))
+            return -1
+        step = 1
+        while low < high:  # what is needed is most often near
+            middle = min(low + step - 1, (low + high) // 2)
+            changed = self._space.recomputing(strategy, entry, entry.blocks[middle])
+            if self._floors.bytes(changed) <= budget:
+                high = middle
+            else:
+                low, step = middle + 1, 2 * step
+        return low
 
-def _worth_trying(model: ModelSpec, job: Job, shape: Shape, budget_bytes: int) -> tuple[int, ...]:
-    """The numbers of blocks, ascending, without those under which the moment of the loss does not fit.
+    def _time(self, shape: Shape, strategy: Strategy, number: int, places: tuple[int, ...]) -> None:
+        """Play a strategy; it comes up again by its true time."""
+        if self._beaten(shape, self._floors.strategy_s(strategy)):
+            return
+        settled = self._space.settled(strategy)
+        short = self._pricer.short_bytes(settled, ends=True)
+        if short > 0:
+            self._too_small(shape, settled, number, places, short)
+            return
+        self._counts.priced += 1
+        self._push(shape.mesh.ranks, self._pricer.step_s(settled), self._fit, shape, settled, number, places)
 
-    At that moment everything that was kept is there, and each block that recomputes keeps a known amount less.
-    """
-    layers, batch = model.layers, shape.strategy.microbatch
-    memory = StepMemory(model, job, _with_blocks(shape.strategy, shape.blocks[0])).ranks[0]
-    held = memory.parameters + memory.optimizer + max(m.total for m in memory.moments() if m.phase == "loss")
-    saved = list(accumulate((b.saved_bytes["none"] - b.saved_bytes["full"] for b in layers), initial=0))
-    first = saved[shape.blocks[0] or len(layers)]
-    return tuple(n for n in shape.blocks if held - batch * (saved[n or len(layers)] - first) <= budget_bytes)
+    def _fit(self, shape: Shape, strategy: Strategy, number: int, places: tuple[int, ...]) -> None:
+        """Look whether a strategy fits; otherwise with more recomputation."""
+        if self._beaten(shape, self._pricer.step_s(strategy)):
+            return
+        short = self._pricer.short_bytes(strategy)
+        if short <= 0 and self._pricer.fits(strategy):
+            self._record(shape, strategy)
+            return
+        self._too_small(shape, strategy, number, places, max(short, 0))
+
+    def _too_small(self, shape: Shape, strategy: Strategy, number: int, places: tuple[int, ...], short: int) -> None:
+        """Go on with more recomputation than that of a strategy that is short of so many bytes."""
+        unsettled = self._space.unsettled(strategy)
+        if number == 0:
+            self._recompute(shape, unsettled, 1, places)
+        blocks = self._more(unsettled, self._space.recomputes[number], short)
+        if blocks is not None:
+            changed = self._space.recomputing(unsettled, self._space.recomputes[number], blocks)
+            self._push(shape.mesh.ranks, self._floors.strategy_s(changed), self._time, shape, changed, number, places)
+        else:
+            self._note(strategy, self._pricer.budget_bytes(strategy) + short)
+
+    def _more(self, strategy: Strategy, entry: Recompute, short: int) -> int | None:
+        """The fewest blocks that fit, more than those of a strategy that is short of so many bytes; None: all are too
+        few. Bisection from what the bound on memory says, as memory falls with the number of blocks."""
+
+        def at(index: int) -> Strategy:
+            return self._space.recomputing(strategy, entry, entry.blocks[index])
+
+        def fits(index: int) -> bool:
+            return self._pricer.fits(self._space.settled(at(index)))
+
+        low, high = entry.blocks.index(strategy.recompute_blocks) + 1, len(entry.blocks) - 1
+        if low > high:
+            return None
+        wanted = self._floors.bytes(strategy) - short
+        guess = next((index for index in range(low, high) if self._floors.bytes(at(index)) <= wanted), high)
+        if not fits(guess):
+            low = guess + 1
+            if low > high or not fits(high):
+                return None
+        else:
+            high = guess
+            if guess > low and not fits(guess - 1):
+                low = guess
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle + 1, high)
+        return entry.blocks[low]
+
+    # --- what is kept -------------------------------------------------------------------------------------------------
+
+    def _candidate(self, strategy: Strategy) -> Candidate:
+        executable = is_executable(strategy, self._space.job)
+        return Candidate(strategy=strategy, pricer=self._pricer, executable=executable)
+
+    def _record(self, shape: Shape, strategy: Strategy) -> None:
+        """Keep a strategy that fits where it is the best of its shape."""
+        key, found = shape[:-1], self._candidate(strategy)
+        if key in self._found and self._found[key].key(self._objective) <= found.key(self._objective):
+            return
+        self._found[key] = found
+        if len(self._found) >= self._most:
+            values = sorted(self._value(candidate) for candidate in self._found.values())
+            self._limit = values[self._most - 1]
+
+    def _beaten(self, shape: Shape, step_s: float) -> bool:
+        """Whether a strategy of the same shape is better than one that takes so long can be."""
+        best = self._found.get(shape[:-1])
+        return best is not None and self._value(best) < self._objective.value(shape.mesh.ranks, step_s)
+
+    def _value(self, candidate: Candidate) -> tuple[float, ...]:
+        return self._objective.value(candidate.strategy.world_size, candidate.step_s)
+
+    def _best(self) -> list[Candidate]:
+        return sorted(self._found.values(), key=lambda candidate: candidate.key(self._objective))[: self._most]
+
+    def _may_fit(self, strategy: Strategy, *, mean: bool = False) -> bool:
+        """Whether the bound on memory fits (`mean`: that of the states alone); what does not is remembered."""
+        needed = self._floors.states_bytes(strategy) if mean else self._floors.bytes(strategy)
+        if needed <= self._pricer.budget_bytes(strategy):
+            return True
+        self._note(strategy, needed)
+        return False
+
+    def _note(self, strategy: Strategy, needed: int) -> None:
+        kind = (strategy.zero, strategy.tp > 1, strategy.pp > 1)
+        if kind not in self._short or needed < self._short[kind][0]:
+            self._short[kind] = needed, strategy
+
+    def _nearest(self) -> list[Candidate]:
+        """What does not fit, the nearest first."""
+        line = sorted(self._short.values(), key=lambda entry: (entry[0], str(entry[1])))
+        found = []
+        for _, strategy in line:
+            try:
+                found.append(self._candidate(self._space.settled(strategy)))
+            except ConfigError:  # no cut of its layers is legal
+                continue
+        return found

@@ -8,114 +8,156 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.cost import CATEGORIES
-from meshwright.report.style import Scale, numbers, totals
+from meshwright.planner.explain import bottleneck
+from meshwright.report.style import CATEGORY_HEADERS as HEADERS
+from meshwright.report.style import bar, totals
+from meshwright.report.why_view import ranking
 from meshwright.spec import Plan
-from meshwright.spec.units import show_bytes
+from meshwright.spec.units import show_bytes, show_seconds
 
-__all__ = ["HEADERS", "plan_view"]
+__all__ = ["HEADERS", "changes", "memory", "plan_view", "times", "verdict"]
 
-#: Categories of memory as narrow columns.
-HEADERS = {
-    "parameters": "params",
-    "gradients": "grads",
-    "optimizer": "optim",
-    "gathered": "gathered",
-    "activations": "acts",
-    "logits": "logits",
+_BAR = 24
+_COLORS = {
+    "matrix products": "green",
+    "attention": "green",
+    "memory-bound operations": "yellow",
+    "logits and loss": "yellow",
+    "recompute": "magenta",
+    "pipeline bubble": "red",
+    "optimizer": "cyan",
+}
+_PER_TOKENS = 1e9
+#: Terms of a smaller share are added up.
+_LEAST = 0.0005
+_OVERHEAD = {
+    "framework": "the process itself",
+    "communicators": "communicators",
+    "collectives": "gather buffers",
+    "allocator": "allocator gaps",
 }
 
 
 def plan_view(plan: Plan) -> RenderableType:
-    """The chosen strategy against the best others, its memory at rest and in step, what was left out, and sources."""
+    """The ranking; where the chosen plan spends its time and its memory; what others lose by; what was left out."""
     return Group(
         _heading(plan),
-        _candidates(plan),
+        ranking(plan),
         *_reasons(plan),
-        _at_rest(plan),
-        _in_step(plan),
+        times(plan),
+        verdict(plan),
+        memory(plan),
         _collectives(plan),
+        *changes(plan),
         *_left_out(plan),
         _sources(plan),
     )
 
 
 def _heading(plan: Plan) -> Text:
+    job, cluster, strategy = plan.job, plan.cluster, plan.strategy
     parts = Text("\nPlan  ", style="bold")
-    parts.append(str(plan.strategy), style="bold cyan")
-    job, cluster = plan.job, plan.cluster
-    microbatches = plan.strategy.microbatches(job.global_batch)
+    parts.append(str(strategy), style="bold cyan")
     parts.append(
-        f"\n{cluster.name}: {cluster.devices} x {cluster.nodes[0].device.name}, {plan.strategy.world_size} used\n"
-        f"global batch {job.global_batch} = dp {plan.strategy.dp} x microbatch {plan.strategy.microbatch}"
-        f" x accumulation {microbatches}, sequences of {job.sequence} tokens\n",
+        f"\n{plan.model.name}, {plan.model.parameters:,} parameters\n"
+        f"{cluster.name}: {cluster.devices} x {cluster.nodes[0].device.name}, {strategy.world_size} used\n"
+        f"global batch {job.global_batch} = dp {strategy.dp} x microbatch {strategy.microbatch}"
+        f" x accumulation {strategy.microbatches(job.global_batch)}, sequences of {job.sequence} tokens, "
+        f"{job.compute_dtype}, {job.stack} kernels\n",
         style="",
     )
     if plan.pinned:
         pins = " ".join(key + (rest if rest[0] in "<>" else f"={rest}") for key, rest in plan.pinned.items())
         parts.append(f"pinned: {pins}\n")
+    if plan.searched:
+        counted = ", ".join(f"{count:,} {name}" for name, count in plan.searched.items())
+        proof = "nothing else can be better"
+        if plan.unproven:
+            proof = f"by the bounds on what was not looked at, something up to {plan.unproven:.0%} better may exist"
+        parts.append(f"looked at: {counted}; {proof}\n")
+    if not plan.executable:
+        parts.append("this version prices this strategy but does not execute it (--executable plans what it does)\n")
     return parts
 
 
-def _candidates(plan: Plan) -> Table:
-    rows = [(plan.cost.in_step, sum(plan.cost.collectives.values()))]
-    rows += [(other.in_step, other.collectives) for other in plan.runner_up]
-    scale = Scale.of(total for memory, _ in rows for total in (sum(memory.values()),))
-    table = numbers(f"Memory in step of one rank ({scale.unit}), and collectives a step")
-    table.add_column("", justify="right")
-    for category in CATEGORIES:
-        table.add_column(HEADERS[category], justify="right")
-    table.add_column("total", justify="right", style="bold")
-    table.add_column("collectives", justify="right")
-    for index, (memory, collectives) in enumerate(rows):
-        cells = [scale.show(memory.get(category, 0)) for category in CATEGORIES]
-        style = "cyan" if index == 0 else None
-        table.add_row(str(index + 1), *cells, scale.show(sum(memory.values())), str(collectives), style=style)
-    return table
-
-
 def _reasons(plan: Plan) -> Iterator[Text]:
-    second = f"the next best {plan.runner_up[0].strategy}: {plan.runner_up[0].reason}" if plan.runner_up else ""
-    yield _line(f" 1  {plan.strategy}", f"chosen over {second}" if second else "chosen: nothing else fits", "cyan")
     for index, other in enumerate(plan.runner_up, start=2):
-        yield _line(f" {index}  {other.strategy}", other.reason, "")
+        yield Text.assemble((f" {index}  ", ""), (other.reason, "dim"))
+    if not plan.runner_up:
+        yield Text(" nothing else fits", style="dim")
 
 
-def _line(what: str, why: str, style: str) -> Text:
-    return Text.assemble((what, style), (f": {why}", "dim"))
-
-
-def _at_rest(plan: Plan) -> Table:
-    table = totals("At rest, between steps")
+def times(plan: Plan) -> Table:
+    """Seconds of a step by term, the longest first."""
+    bound = plan.error_bar.step_time
+    about = f", ±{bound:.0%}" if bound else ""
+    table = totals(f"Time of a step, {show_seconds(plan.cost.step_s)}{about}")
     table.add_column("", style="dim")
-    table.add_column("bytes", justify="right")
-    held = {name: size for name, size in plan.cost.at_rest.items() if size}
-    for name, size in held.items():
-        table.add_row(name, show_bytes(size))
-    table.add_row("total", show_bytes(sum(held.values())), style="bold")
-    if plan.cost.padding_bytes:
-        table.add_row("of which padding", show_bytes(plan.cost.padding_bytes))
+    table.add_column("", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("", no_wrap=True)
+    terms, whole = plan.cost.terms, plan.cost.step_s or 1.0
+    longest = max(terms.values(), default=1.0) or 1.0
+    small = {name: seconds for name, seconds in terms.items() if seconds < _LEAST * whole}
+    for name, seconds in sorted(terms.items(), key=lambda term: -term[1]):
+        if name in small:
+            continue
+        line = Text(bar(seconds / longest, _BAR), style=_COLORS.get(name, "blue"))
+        table.add_row(name, show_seconds(seconds), f"{seconds / whole:.1%}", line)
+    if small:
+        rest = sum(small.values())
+        table.add_row("the rest", show_seconds(rest), f"{rest / whole:.1%}", "")
     return table
 
 
-def _in_step(plan: Plan) -> Table:
-    cost = plan.cost
-    table = totals(f"In step, at its largest moment ({cost.phase})")
+def verdict(plan: Plan) -> Text:
+    """The bottleneck, and what the plan makes of the devices."""
+    rate, mfu = plan.tokens_per_s, plan.mfu
+    devices = plan.strategy.world_size
+    text = f"bottleneck: {bottleneck(plan.cost)}\n{rate:,.0f} tokens/s, {rate / devices:,.0f} on each device"
+    if mfu is not None:
+        text += f", MFU {mfu:.1%}"
+    if rate:
+        hours = devices * _PER_TOKENS / rate / 3600
+        text += f"; {hours:,.1f} device-hours for 10^9 tokens"
+        if plan.price_per_hour:
+            text += f", which cost {hours * plan.price_per_hour:,.2f} at {plan.price_per_hour:g} an hour"
+    return Text(text + "\n")
+
+
+def memory(plan: Plan) -> Table:
+    """Bytes by category, at rest and in step, and which of them the shard group divides."""
+    cost, bound = plan.cost, plan.error_bar.memory
+    about = f", ±{bound:.0%}" if bound else ""
+    table = totals(f"Memory of a device, {show_bytes(cost.total_bytes)}{about}; in step: {cost.phase}")
     table.add_column("", style="dim")
-    for name in ("bytes", "divides by the shard group", "does not"):
+    for name in ("at rest", "in step", "sharded", "not sharded"):
         table.add_column(name, justify="right")
-    for name, size in cost.in_step.items():
-        if size:
+    for name in HEADERS:
+        rest, step = cost.at_rest.get(name, 0), cost.in_step.get(name, 0)
+        if rest or step:
             divided = cost.divided.get(name, 0)
-            table.add_row(name, show_bytes(size), _or_dash(divided), _or_dash(size - divided))
+            table.add_row(name, *(_or_dash(size) for size in (rest, step, divided, step - divided)))
+    for name, size in cost.overhead.items():
+        if size:
+            table.add_row(_OVERHEAD.get(name, name), "-", show_bytes(size), "-", show_bytes(size))
     divided = sum(cost.divided.values())
-    shares = _or_dash(divided), _or_dash(cost.peak_bytes - divided)
-    table.add_row("total", show_bytes(cost.peak_bytes), *shares, style="bold")
-    table.add_row("the process itself", show_bytes(plan.framework_bytes))
-    usable = plan.cluster.usable_bytes
-    left = usable - plan.framework_bytes - cost.peak_bytes
-    table.add_row("usable on a device", show_bytes(usable))
-    table.add_row("left", show_bytes(left))
+    table.add_row(
+        "total",
+        show_bytes(sum(cost.at_rest.values())),
+        show_bytes(cost.total_bytes),
+        _or_dash(divided),
+        show_bytes(cost.total_bytes - divided),
+        style="bold",
+    )
+    usable = plan.usable_bytes
+    table.add_row(f"usable, {plan.cluster.memory_fraction:.0%}", "", show_bytes(usable), "", "")
+    table.add_row("left", "", show_bytes(usable - cost.total_bytes), "", "")
+    if cost.padding_bytes:
+        table.add_row("of which padding", show_bytes(cost.padding_bytes), "", "", "")
+    for name, size in (("host memory of a rank", cost.host_bytes), ("disk of a rank", cost.disk_bytes)):
+        if size:
+            table.add_row(name, show_bytes(size), show_bytes(size), "", "")
     return table
 
 
@@ -125,19 +167,38 @@ def _or_dash(size: int) -> str:
 
 def _collectives(plan: Plan) -> Text:
     kinds = [
-        f"{count} {kind.replace('_', '-')} ({show_bytes(plan.cost.collective_bytes[kind])})"
+        f"{count} {kind.replace('_', '-')} ({show_bytes(plan.cost.collective_bytes.get(kind, 0))})"
         for kind, count in plan.cost.collectives.items()
     ]
     return Text(f"collectives a step: {', '.join(kinds) or 'none'}")
 
 
+def changes(plan: Plan) -> Iterator[Text]:
+    """What each change would bring."""
+    if not plan.changes:
+        return
+    yield Text("\nWhat one change would bring, in tokens/s", style="bold")
+    for change in plan.changes:
+        gain = change.tokens_per_s / plan.tokens_per_s - 1 if plan.tokens_per_s else 0.0
+        other = "" if change.strategy == str(plan.strategy) else f", with {change.strategy}"
+        told = f"{gain:+.1%} (step {show_seconds(change.step_s)}{other})" if abs(gain) >= 0.0005 else "nothing"
+        yield Text.assemble((f" {change.what}", ""), (f": {told}", "dim"))
+
+
 def _left_out(plan: Plan) -> Iterator[Text]:
-    if plan.rejected:
+    if plan.rejected or plan.left_out:
         yield Text("\nLeft out", style="bold")
-    for entry in plan.rejected:
-        yield _line(f" {entry.strategy}", entry.reason, "")
+    for entry in (*plan.left_out, *plan.rejected):
+        yield Text.assemble((f" {entry.strategy}", ""), (f": {entry.reason}", "dim"))
 
 
 def _sources(plan: Plan) -> Text:
     source = plan.provenance
-    return Text(f"\nRule: {source.rule}\nMemory: {source.memory}.\n", style="dim")
+    names = dict.fromkeys(constant.source for constant in source.constants if constant.source)
+    bound = f"Error bar: {plan.error_bar.source}.\n" if plan.error_bar.source else ""
+    listed = "".join(f"  {name}\n" for name in names)
+    return Text(
+        f"\nRule: {source.rule}\nMemory: {source.memory}.\nTime: {source.time}.\n{bound}"
+        + (f"Constants ({len(source.constants)}, each in plan.toml) come from:\n{listed}" if listed else ""),
+        style="dim",
+    )

@@ -8,9 +8,20 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-__all__ = ["Scale", "numbers", "totals"]
+__all__ = ["CATEGORY_HEADERS", "Scale", "bar", "numbers", "totals"]
 
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"))
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+#: Categories of memory as narrow columns.
+CATEGORY_HEADERS = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "gathered": "gathered",
+    "activations": "acts",
+    "logits": "logits",
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,13 @@ class Scale:
     def show(self, size: int) -> str:
         """Bytes in this unit, without its name; a dash for nothing."""
         return "-" if not size else f"{size / self.step:,.1f}"
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of `share` (0 to 1) of `width` cells, to an eighth of a cell; never empty for anything above 0."""
+    eighths = max(round(max(0.0, min(1.0, share)) * width * 8), 1 if share > 0 else 0)
+    whole, rest = divmod(eighths, 8)
+    return "█" * whole + (_EIGHTHS[rest] if rest else "")
 
 
 def numbers(title: str) -> Table:

@@ -7,7 +7,19 @@ from meshwright.spec.job_for import job_for
 from meshwright.spec.layout import Attention, Layout
 from meshwright.spec.machine import this_machine
 from meshwright.spec.model import AttentionWork, BlockCollective, BlockSpec, ModelSpec, Product, shard_dim
-from meshwright.spec.plan import PLAN_FORMAT, Cost, Plan, Provenance, Rejected, RunnerUp
+from meshwright.spec.plan import (
+    PLAN_FORMAT,
+    Change,
+    Constant,
+    Cost,
+    ErrorBar,
+    ModelReference,
+    Objective,
+    Plan,
+    Provenance,
+    Rejected,
+    RunnerUp,
+)
 from meshwright.spec.strategy import Offload, Strategy
 from meshwright.spec.support import is_executable, require_executable
 from meshwright.spec.text import Assignment, parse_assignments, parse_strategy
@@ -20,16 +32,21 @@ __all__ = [
     "AttentionWork",
     "BlockCollective",
     "BlockSpec",
+    "Change",
     "Cluster",
+    "Constant",
     "Cost",
     "DecoderShape",
     "Device",
     "Efficiency",
+    "ErrorBar",
     "Job",
     "Layout",
     "Link",
+    "ModelReference",
     "ModelSpec",
     "NodeGroup",
+    "Objective",
     "Offload",
     "OptimizerSpec",
     "Plan",

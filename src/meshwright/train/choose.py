@@ -8,12 +8,23 @@ from pathlib import Path
 
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.planner import make_plan, pins_of
-from meshwright.spec import Cluster, Plan, Strategy, describe, parse_assignments, require_executable, this_machine
+from meshwright.spec import (
+    Cluster,
+    Plan,
+    Strategy,
+    describe,
+    parse_assignments,
+    require_executable,
+    this_machine,
+)
 from meshwright.spec.files import read_noun
 from meshwright.spec.job_file import JobFile
 from meshwright.train.launch import Nodes
 
 __all__ = ["choose_plan", "ranks_here", "require_runnable"]
+
+#: Strategies that are shown, the chosen one included.
+_RANKED = 5
 
 
 def choose_plan(
@@ -60,7 +71,7 @@ def choose_plan(
         kept = _kept(earlier, job_file, cluster, say)
         if kept is not None:
             return kept
-    chosen = make_plan(job_file.model, cluster, job_file.job, wanted)
+    chosen = make_plan(job_file.model, cluster, job_file.job, wanted, executable=True, most=_RANKED)
     require_runnable(chosen.strategy, cluster, nodes)
     return chosen
 
@@ -135,7 +146,7 @@ def _as_it_is(path: Path, nodes: Nodes) -> Plan:
         what = error.what if str(path) in error.what else f"plan {path}: {error.what}"
         raise ConfigError(what, why=error.why, fix=error.fix) from error
     require_executable(plan.strategy, plan.job)
-    describe(plan.model, sequence=plan.job.sequence, compute_dtype=plan.job.compute_dtype)
+    describe(plan.decoder, sequence=plan.job.sequence, compute_dtype=plan.job.compute_dtype)
     plan.strategy.microbatches(plan.job.global_batch)
     here = this_machine()
     if plan.cluster.device_kind != here.device_kind:
@@ -155,7 +166,8 @@ def _kept(path: Path, job_file: JobFile, cluster: Cluster, say: Callable[[str], 
         if earlier.strategy.world_size > cluster.devices:
             say(f"the run used {earlier.strategy}, more ranks than there are devices now: planning anew")
             return None
-        plan = make_plan(job_file.model, cluster, job_file.job, [*job_file.pins, *pins_of(earlier.strategy)])
+        pins = [*job_file.pins, *pins_of(earlier.strategy)]
+        plan = make_plan(job_file.model, cluster, job_file.job, pins, executable=True, most=_RANKED)
     except MeshwrightError as error:
         say(f"the plan of the run cannot be kept, planning anew: {error.what}")
         return None

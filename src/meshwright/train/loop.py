@@ -75,7 +75,7 @@ class Trainer:
         self.corpus = ByteCorpus(data.path, sequence=job.sequence, validation_every=data.validation_every)
         _require_same_corpus(self.corpus)
         self.samples = Samples(self.corpus, seed=job.seed, rank=global_rank(), dp=plan.strategy.dp)
-        config = decoder_config(plan.model)
+        config = decoder_config(plan.decoder)
         self.engine = Engine(
             lambda: Decoder(config),
             token_loss,

@@ -69,7 +69,7 @@ class _Run:
         corpus = _corpus(job_file)
         plan = self._choose(job_file, folder if checkpoint is not None else None)
         job_file = replace(
-            job_file, model=plan.model, job=plan.job, train=replace(job_file.train, out=str(folder.path))
+            job_file, model=plan.decoder, job=plan.job, train=replace(job_file.train, out=str(folder.path))
         )
         _require_bytes(plan)
         if checkpoint is not None and self._finished(checkpoint, plan, job_file, corpus):
@@ -122,7 +122,7 @@ class _Run:
         )
         # Without a job file the built-in one gives only data and steps; values set by hand must not be lost in silence.
         told = options.job is not None or any(word.startswith(_DECIDED) for word in options.sets)
-        if options.plan is not None and told and (plan.model, plan.job) != (job_file.model, job_file.job):
+        if options.plan is not None and told and (plan.model.decoder, plan.job) != (job_file.model, job_file.job):
             raise ConfigError(
                 f"plan {options.plan} is for another job than {options.job or '--set ' + ' '.join(options.sets)}",
                 why="its [model] or [job] differs, and so would its memory",
@@ -217,9 +217,10 @@ def _corpus(job_file: JobFile) -> ByteCorpus:
 
 
 def _require_bytes(plan: Plan) -> None:
-    if plan.model.vocab_size < _BYTE_VALUES:
+    vocabulary = plan.decoder.vocab_size
+    if vocabulary < _BYTE_VALUES:
         raise ConfigError(
-            f"model.vocab_size={plan.model.vocab_size} is too small for text",
+            f"model.vocab_size={vocabulary} is too small for text",
             why=f"the trainer's tokens are bytes, which have {_BYTE_VALUES} values",
             fix=f"set model.vocab_size to {_BYTE_VALUES} or more",
         )

@@ -18,7 +18,7 @@ def describe_run(plan: Plan, data: DataSpec, corpus: ByteCorpus) -> dict[str, An
     """What a checkpoint tells besides the engine's own values: the model, and what the order of samples hangs on."""
     job = plan.job
     return {
-        "model": dataclasses.asdict(plan.model),
+        "model": dataclasses.asdict(plan.decoder),
         "optimizer": job.optimizer.name,
         "data": {
             **corpus.fingerprint(),

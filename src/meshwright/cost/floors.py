@@ -1,0 +1,291 @@
+"""Floors: what no price of a strategy lies below, cheap enough to be asked many thousand times.
+
+They follow `StepTime` and `StepMemory` term by term. Of the time everything is there but what compute waits for while
+the schedule is played, besides filling and emptying the pipeline. Of the memory everything is there that lies on the
+first or the last pipeline rank while most microbatches are in flight, but what one operation needs for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from meshwright.cost.compute import speeds
+from meshwright.cost.held_floor import Load, Sheet, held_bytes, states_bytes
+from meshwright.cost.lines import SLACK, Flow, Line, Lines, Pace, both, near, sent_s
+from meshwright.cost.links import collective_s
+from meshwright.cost.overhead import overhead_bytes
+from meshwright.cost.pricer import Pricer
+from meshwright.cost.states import shard_group
+from meshwright.cost.time import _JITTER  # private to the room, as this is
+from meshwright.schedule import FOLDED
+from meshwright.spec import DTYPE_BYTES, Cluster, Strategy
+
+__all__ = ["Floors"]
+
+
+class Floors(Lines):
+    """Lower bounds of the prices of one Pricer."""
+
+    def __init__(self, pricer: Pricer) -> None:
+        super().__init__(pricer)
+        found = [speeds(group.device, self._job.compute_dtype) for group in self._cluster.nodes]
+        self._contention = min(speed.reached.contention for speed in found)
+        #: Whether it is known here which rank is the busiest.
+        self._equal = len({speed.product_flops_per_s for speed in found}) == 1
+        self._work = self._least_work()
+
+    def bytes(self, strategy: Strategy) -> int:
+        """Bytes that the rank that needs most does not lie below."""
+        return held_bytes(self._job, self._cluster.device_kind, strategy, self._line(strategy).loads)
+
+    def states_bytes(self, strategy: Strategy) -> int:
+        """As `bytes`, of model states alone, shared evenly by the pipeline ranks: no cut of the layers is needed."""
+        sheet, count = self._sheet(strategy), strategy.pp
+        layers = len(sheet.line)
+        plain, experts = sheet.elements(0, layers, True, True)
+        mean = Load(plain // count, experts // count, sheet.trained(0, layers, True, True) // count, 0, 0, False)
+        return held_bytes(self._job, self._cluster.device_kind, strategy, (mean,))
+
+    def work_s(self, ranks: int) -> float:
+        """Seconds that no strategy on so many ranks lies below: the model's own work at the best that devices reach."""
+        return SLACK * self._work / ranks
+
+    def mesh_s(self, strategy: Strategy) -> float:
+        """Seconds that no strategy on the mesh of this one lies below, whatever its schedule, ZeRO stage, recompute and
+        offload: the compute of its microbatches, shared evenly by the pipeline ranks. It falls with `dp`."""
+        pace = self._pace(strategy, "none")
+        return self._mesh_s(strategy, pace, 0)
+
+    def zero_mesh_s(self, strategy: Strategy, policy: str, blocks: Sequence[int]) -> tuple[float, int]:
+        """Seconds that no strategy with the mesh, ZeRO stage, shard group and offload of this one lies below, with as
+        much recomputation by a policy as memory makes necessary, and the place of that number in `blocks`; infinite
+        where all is too little. A rank r of p holds as many microbatches in flight as under 1F1B, p - r: no schedule
+        holds fewer.
+
+        Args:
+            blocks: numbers of first layers that may recompute, ascending; 0 stands for all of them.
+        """
+        sheet, layers = self._sheet(strategy), len(self._sheet(strategy).line)
+        needed = self._recomputed(strategy, sheet, policy, self._microbatches(strategy))
+        place = next((place for place, n in enumerate(blocks) if (n or layers) >= needed), None)
+        if place is None or (policy == "none" and needed):
+            return math.inf, 0
+        return self._zero_s(strategy, policy, 0 if policy == "none" else blocks[place] or layers), place
+
+    def recomputed_mesh_s(self, strategy: Strategy) -> float:
+        """As `zero_mesh_s`, where at least so many layers recompute as in this strategy."""
+        layers = len(self._sheet(strategy).line)
+        return self._zero_s(
+            strategy, strategy.recompute, 0 if strategy.recompute == "none" else strategy.recompute_blocks or layers
+        )
+
+    def _zero_s(self, strategy: Strategy, policy: str, recomputed: int) -> float:
+        pace, sheet = self._pace(strategy, policy), self._sheet(strategy)
+        if not self._equal:
+            return self._mesh_s(strategy, pace, recomputed)
+        layers, pp, count = len(sheet.line), strategy.pp, self._microbatches(strategy)
+        first, last = both(pace.first), both(pace.last)
+        load = (pace.whole + pace.again[recomputed] - pace.backward[recomputed]) / pp
+        held = layers  # layers of the busiest rank, at least
+        if pp > 1:
+            layer = pace.again_layer if recomputed == layers else pace.layer
+            load = max(load, _least_load(layers, layer, first, last, pp))
+            held = max(0, int((load - first - last) / (pace.longest if recomputed else pace.longest_plain)))
+        part, ends = held / layers, pp == 1
+        plain, experts = sheet.elements(0, layers, ends, ends)
+        trained = int(sheet.trained(0, layers, ends, ends) * part)
+        rank = (int(plain * part), int(experts * part), 1, 0.0)
+        busy = count * load + count * self._added_s(strategy, count, trained)
+        gathers, reduces = self._gathers(strategy, count), self._reduces(strategy, count)
+        wires, sharded = self._groups(strategy), shard_group(strategy) > 1
+        c, r = DTYPE_BYTES[self._job.compute_dtype], DTYPE_BYTES[self._job.reduce_dtype]
+        over, kind = (wires.zero, "reduce_scatter") if sharded else (wires.reduced, "all_reduce")
+        streams = reduces * sent_s(kind, r, rank, over, wires.experts)  # type: ignore[arg-type]  # one of the two
+        beside = reduces * sent_s(kind, r, rank, near(over), near(wires.experts))  # type: ignore[arg-type]
+        if sharded and strategy.zero == 3 and not strategy.prefetch:
+            busy += 2 * count * sent_s("all_gather", c, rank, wires.zero, wires.experts)
+            beside = 0.0
+        elif sharded:
+            streams += gathers * sent_s("all_gather", c, rank, wires.zero, wires.experts)
+            beside += gathers * sent_s("all_gather", c, rank, near(wires.zero), near(wires.experts))
+        played = max(busy, pace.chain, streams if pp == 1 else 0.0)
+        after = self._jitter(strategy) * busy + self._contention * beside
+        return SLACK * (played + after + self._updated_s(strategy, trained))
+
+    def _mesh_s(self, strategy: Strategy, pace: Pace, recomputed: int) -> float:
+        whole, layers = pace.whole + pace.again[recomputed] - pace.backward[recomputed], len(pace.forward) - 1
+        load = whole / strategy.pp
+        if strategy.pp > 1 and self._equal:
+            layer = pace.again_layer if recomputed == layers else pace.layer
+            load = max(load, _least_load(layers, layer, both(pace.first), both(pace.last), strategy.pp))
+        busy = self._microbatches(strategy) * (load + self._least_added_s(strategy))
+        return SLACK * (max(busy, pace.chain) + busy * self._jitter(strategy))
+
+    def _least_added_s(self, strategy: Strategy) -> float:
+        """Seconds a microbatch that adding gradients takes the mean pipeline rank, whatever the ZeRO stage."""
+        if self._microbatches(strategy) == 1:
+            return 0.0
+        sheet, pp = self._sheet(strategy), strategy.pp
+        trained = sheet.trained(0, len(sheet.line), True, True) / pp
+        made, kept = DTYPE_BYTES[self._job.compute_dtype], DTYPE_BYTES[self._job.reduce_dtype]
+        return (made + 2 * kept / (strategy.dp * strategy.cp)) * trained / self._speed.bytes_per_s
+
+    def _recomputed(self, strategy: Strategy, sheet: Sheet, policy: str, count: int) -> float:
+        """How many of the first layers recompute at least: infinite where all of them are too few."""
+        layers, pp, batch = len(sheet.line), strategy.pp, strategy.microbatch
+        size = layers if pp == 1 else max(1, layers // pp * 3 // 4 - 1)
+        whole = sheet.saved(0, layers, "none", 0) / layers
+        less = whole - sheet.saved(0, layers, policy, layers) / layers
+        plain, experts = sheet.elements(0, layers, pp == 1, pp == 1)
+        part = size / layers
+        trained = int(sheet.trained(0, layers, pp == 1, pp == 1) * part)
+        held = states_bytes(
+            self._job, strategy, Load(int(plain * part), int(experts * part), trained, 0, 0, count > pp)
+        )
+        held += sum(overhead_bytes(self._cluster.device_kind, strategy, held).values())
+        if pp == 1:
+            held += batch * (sheet.first_saved + sheet.last_saved + sheet.logits)
+        room, needed = self._pricer.budget_bytes(strategy) - held, 0.0
+        if strategy.offload.activations == "host":
+            return 0.0 if room >= 0 else math.inf
+        for rank in range(pp):
+            flight = batch * min(count, pp - rank)
+            short = flight * whole * size - room
+            if short <= 0:
+                break
+            if less <= 0 or short > flight * less * size:
+                return math.inf
+            needed = max(needed, rank * size + short / (flight * less))
+        return math.ceil(needed)
+
+    def schedule_s(self, strategy: Strategy) -> float:
+        """Seconds that no strategy with this mesh, schedule and recomputation lies below, whatever its ZeRO stage."""
+        line = self._line(strategy)
+        return SLACK * (line.least_s + self._jitter(strategy) * line.busy_s + self._statistics_s(strategy))
+
+    def strategy_s(self, strategy: Strategy) -> float:
+        """Seconds that the price of this strategy does not lie below."""
+        if not self._equal:
+            return self.schedule_s(strategy)
+        line, count = self._line(strategy), self._line(strategy).microbatches
+        flow, sharded = self._flow(line, strategy), shard_group(strategy) > 1
+        waits = strategy.zero == 3 and sharded and not strategy.prefetch
+        gathers = 0.0 if waits else self._gathers(strategy, count)
+        reduces = self._reduces(strategy, count)
+        busy = line.busy_s + count * self._added_s(strategy, count, line.trained)
+        busy += 2 * count * flow.gather if waits else 0.0
+        played = max(line.least_s, busy + line.entry_s)
+        if not self._extrapolated(strategy, count):
+            played += self._around(strategy, line, flow, waits)
+        if strategy.pp == 1:
+            played = max(played, gathers * flow.gather + reduces * flow.reduce)  # one stream carries them
+        after = self._jitter(strategy) * busy + self._statistics_s(strategy)
+        if strategy.pp == 1 or not waits:  # otherwise another rank may be the busiest
+            after += self._replicas_s(strategy, line, waits) + self._updated_s(strategy, line.trained)
+        if not waits:
+            after += self._contention * (gathers * flow.gather_moved + reduces * flow.reduce_moved)
+        return SLACK * (played + after)
+
+    # --- compute ------------------------------------------------------------------------------------------------------
+
+    def _least_work(self) -> float:
+        """Device-seconds of the model's own work, at the shares of the peak that devices reach at best."""
+        sheet, speed = self._sheet(Strategy()), self._speed
+        attention = (speed.flops_per_s * share for share in _attention_shares(self._cluster))
+        best = max(attention, default=speed.flops_per_s)
+        seconds = 0.0
+        for block in sheet.model.blocks:
+            rate = speed.plain_flops_per_s if block.kind == "head" else speed.product_flops_per_s
+            seconds += 3 * sum(product.flops for product in block.products) / max(rate, speed.plain_flops_per_s)
+            for work in block.attention:
+                seen = 1 - work.causal_flops / work.flops if work.flops else 0.0
+                seconds += (work.flops + work.backward_flops) * seen / best
+        return seconds * self._job.global_batch
+
+    def _gathers(self, strategy: Strategy, count: int) -> float:
+        """How often each stage is gathered, at least."""
+        return 2 * count if strategy.zero == 3 and strategy.gather == "unit" else 1
+
+    def _reduces(self, strategy: Strategy, count: int) -> float:
+        """How often each stage is reduced, at least."""
+        if strategy.dp * strategy.cp == 1:
+            return 0
+        if strategy.zero < 2 or shard_group(strategy) == 1:
+            return 1
+        return count if strategy.reduce == "microbatch" else max(1, count // strategy.pp)
+
+    def _around(self, strategy: Strategy, line: Line, flow: Flow, waits: bool) -> float:
+        """What the first forward waits for, and what is still reduced after the last backward of the first stage."""
+        plain, experts, units, backward = line.stages[0]
+        backward += self._added_s(strategy, line.microbatches, plain + experts)
+        found = 0.0
+        if flow.gather_first and not waits:
+            gather = flow.gather_first
+            found += max(gather / units, gather + line.forward_s / units - line.forward_s)
+        if strategy.dp * strategy.cp > 1 and (strategy.pp == 1 or strategy.schedule not in FOLDED):
+            reduce, back = flow.reduce_first, backward + (flow.gather_first if waits else 0.0)
+            found += max(reduce / units, reduce + back / units - back)
+        return found
+
+    def _added_s(self, strategy: Strategy, microbatches: int, elements: int) -> float:
+        """What adding a microbatch's gradients of so many elements to those before takes."""
+        if microbatches == 1:
+            return 0.0
+        share = shard_group(strategy) if strategy.zero > 1 else 1
+        made, kept = DTYPE_BYTES[self._job.compute_dtype], DTYPE_BYTES[self._job.reduce_dtype]
+        return (made + 2 * kept / share) * elements / self._speed.bytes_per_s
+
+    def _jitter(self, strategy: Strategy) -> float:
+        return _JITTER * math.log2(-(-strategy.world_size // self._per_node))
+
+    def _statistics_s(self, strategy: Strategy) -> float:
+        world = strategy.world_size
+        if world == 1:
+            return 0.0
+        group, nodes = self._groups(strategy).reduced, -(-world // self._per_node)
+        return collective_s("all_reduce", 0, group._replace(size=world, inside=-(-world // nodes), nodes=nodes))
+
+    def _replicas_s(self, strategy: Strategy, line: Line, waits: bool) -> float:
+        if shard_group(strategy) == 1 or strategy.replicas == 1:
+            return 0.0
+        plain, experts, units, backward = line.stages[1]
+        backward += self._added_s(strategy, line.microbatches, plain + experts)
+        each = DTYPE_BYTES[self._job.reduce_dtype] * (plain + experts) / units / strategy.shard
+        one = collective_s("all_reduce", each, self._groups(strategy).replicas)
+        # Where compute waits for gathers, the backward that hides the others is longer than is known here.
+        return one if waits else max(one, units * one - backward * (units - 1) / units)
+
+    def _updated_s(self, strategy: Strategy, trained: int) -> float:
+        """Seconds of the optimizer's step for a rank with so many parameters before they are sharded."""
+        if strategy.offload.optimizer != "device":
+            return 0.0
+        stored, compute = DTYPE_BYTES[self._job.param_dtype], DTYPE_BYTES[self._job.compute_dtype]
+        moved = stored * (5 + 2 * self._job.optimizer.state_tensors) + (stored + compute if compute < stored else 0)
+        return moved * (trained // shard_group(strategy)) / self._speed.bytes_per_s
+
+
+def _least_load(layers: int, layer: float, first: float, last: float, ranks: int) -> float:
+    """Seconds of the busiest of some ranks at least, that share out whole layers, and what comes before and after them.
+
+    Before and after lie on the first and the last rank, or both on the first.
+    """
+    low = max(1, layers // ranks - math.ceil((first + last) / layer) - 1)
+    steps = sorted(
+        more + count * layer for more in (0.0, first, last, first + last) for count in range(low, layers // ranks + 4)
+    )
+    for limit in steps:
+        room = limit / layer * (1 + 1e-9)
+        apart = (ranks - 2) * int(room) + max(0, int(room - first / layer)) + max(0, int(room - last / layer))
+        together = (ranks - 1) * int(room) + max(0, int(room - (first + last) / layer))
+        if max(apart, together) >= layers:
+            return limit
+    return steps[-1]
+
+
+def _attention_shares(cluster: Cluster) -> list[float]:
+    shares = []
+    for group in cluster.nodes:
+        reached = group.device.efficiency
+        shares.append(max(reached.attention, reached.backward_attention) if reached else 1.0)
+    return shares

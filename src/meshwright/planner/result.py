@@ -1,0 +1,42 @@
+"""What a search hands back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshwright.planner.rule import Candidate
+
+__all__ = ["Counts", "Result"]
+
+
+@dataclass
+class Counts:
+    """How many meshes and strategies a search looked at, and how many of these it played in full. `unproven` is the
+    share by which something better than the best may exist: 0 where all was looked at that may be better."""
+
+    meshes: int = 0
+    strategies: int = 0
+    priced: int = 0
+    unproven: float = 0.0
+
+    def plus(self, other: Counts) -> Counts:
+        """Both together."""
+        return Counts(
+            self.meshes + other.meshes,
+            self.strategies + other.strategies,
+            self.priced + other.priced,
+            max(self.unproven, other.unproven),
+        )
+
+
+@dataclass
+class Result:
+    """What a search found.
+
+    `fitting` is sorted, best first: of every shape (`space.Shape`) the best strategy. `short` are the nearest that do
+    not fit, one for each ZeRO stage and kind of mesh that was met.
+    """
+
+    fitting: list[Candidate] = field(default_factory=list)
+    short: list[Candidate] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
