@@ -115,8 +115,7 @@ def probes(device: torch.device, sizes: Sizes, ranks: int) -> list[tuple[str, Ca
     """
     clock = _Clock(device, sizes.budget_s)
     found: list[tuple[str, Callable[[], Cells]]] = [
-        (f"matrix products, {dtype}", lambda dtype=dtype: _products(device, sizes, clock, dtype))
-        for dtype in sizes.dtypes
+        (f"matrix products, {dtype}", partial(_products, device, sizes, clock, dtype)) for dtype in sizes.dtypes
     ]
     found += [
         ("attention", lambda: _attention(device, sizes, clock)),
@@ -145,31 +144,27 @@ def _products(device: torch.device, sizes: Sizes, clock: _Clock, dtype: str) -> 
         gradient = torch.ones(rows, columns, device=device, dtype=x.dtype)
         cell = f"product {dtype} {rows} {inner} {columns}"
         with torch.no_grad():
-            cells[f"{cell} forward"] = clock(lambda x=x, weight=weight: F.linear(x, weight))
-        cells[f"{cell} both"] = clock(
-            lambda x=x, weight=weight, gradient=gradient: torch.autograd.grad(
-                F.linear(x, weight), (x, weight), gradient
-            )
-        )
+            cells[f"{cell} forward"] = clock(partial(F.linear, x, weight))
+        cells[f"{cell} both"] = clock(partial(_both, partial(F.linear, x, weight), (x, weight), gradient))
     return cells
 
 
 def _attention(device: torch.device, sizes: Sizes, clock: _Clock) -> Cells:
     cells: Cells = {}
     for shape in sizes.attention:
-        parts = [torch.randn(shape, device=device, dtype=_dtype(device), requires_grad=True) for _ in range(3)]
+        q, k, v = (torch.randn(shape, device=device, dtype=_dtype(device), requires_grad=True) for _ in range(3))
         gradient = torch.ones(shape, device=device, dtype=_dtype(device))
         cell = f"attention {str(_dtype(device)).removeprefix('torch.')} {' '.join(map(str, shape))}"
-
-        def attend(parts: list[Tensor] = parts) -> Tensor:
-            return F.scaled_dot_product_attention(*parts, is_causal=True)
-
+        attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
         with torch.no_grad():
             cells[f"{cell} forward"] = clock(attend)
-        cells[f"{cell} both"] = clock(
-            lambda parts=parts, gradient=gradient, attend=attend: torch.autograd.grad(attend(), parts, gradient)
-        )
+        cells[f"{cell} both"] = clock(partial(_both, attend, (q, k, v), gradient))
     return cells
+
+
+def _both(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, ...]:
+    """A forward and its backward."""
+    return torch.autograd.grad(forward(), inputs, gradient)
 
 
 def _memory(device: torch.device, sizes: Sizes, clock: _Clock) -> Cells:
@@ -228,10 +223,9 @@ class _Layer(nn.Module):
 
     def __init__(self, channels: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        kind = {"device": device, "dtype": dtype, "bias": False}
-        self.qkv = nn.Linear(channels, 3 * channels, **kind)
-        self.out = nn.Linear(channels, channels, **kind)
-        self.gate, self.up, self.down = (nn.Linear(channels, channels, **kind) for _ in range(3))
+        square = partial(nn.Linear, channels, channels, bias=False, device=device, dtype=dtype)
+        self.qkv = nn.Linear(channels, 3 * channels, bias=False, device=device, dtype=dtype)
+        self.out, self.gate, self.up, self.down = (square() for _ in range(4))
         self.before, self.between = (nn.Parameter(torch.ones(channels, device=device, dtype=dtype)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -241,14 +235,15 @@ class _Layer(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         normed = _normed(x, self.between)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        widened: Tensor = self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return x + widened
 
 
 class _Counted(TorchDispatchMode):
     """Counts operations that touch memory, and the bytes they read and write."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch's is not annotated
         self.bytes, self.operations = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -289,9 +284,9 @@ def _collectives(device: torch.device, sizes: Sizes, ranks: int) -> Cells:
         whole = torch.ones(count, device=device)
         part = torch.ones(count // ranks, device=device)
         calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": lambda whole=whole: dist.all_reduce(whole),
-            "all_gather": lambda whole=whole, part=part: dist.all_gather_single(whole, part),
-            "reduce_scatter": lambda whole=whole, part=part: dist.reduce_scatter_single(part, whole),
+            "all_reduce": partial(dist.all_reduce, whole),
+            "all_gather": partial(dist.all_gather_single, whole, part),
+            "reduce_scatter": partial(dist.reduce_scatter_single, part, whole),
         }
         for kind, call in calls.items():
             cells[f"collective {kind} {4 * count}"] = _together(call, device)
