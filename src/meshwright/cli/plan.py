@@ -49,7 +49,7 @@ def plan(
     ] = None,
     price_per_hour: Annotated[float, typer.Option(help="Of one device, for the cost of a run.")] = 0.0,
     executable: Annotated[bool | None, typer.Option("--executable/--any", help=_EXECUTABLE, show_default=False)] = None,
-    top: Annotated[int, typer.Option(help="How many strategies are ranked.")] = 5,
+    top: Annotated[int, typer.Option(help="How many strategies are ranked.")] = 3,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the job (job.compute_dtype=float32)."),

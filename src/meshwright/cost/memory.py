@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 from meshwright.cost.held import adapted, stage_moments
@@ -102,8 +101,15 @@ class RankMemory:
                 fullest.pop(situation, None)  # put back behind the others: they stay in the order of the step
                 fullest[situation] = others._replace(activations=activations, logits=logits)
                 totals[situation] = total
-        inside = (moment.plus(beside) for situation, beside in fullest.items() for moment in self._inside(situation))
-        return max(chain(inside, [self._ending()]), key=lambda moment: moment.total)
+        most, found = -1, None
+        for situation, beside in fullest.items():
+            more = beside.total
+            for moment in self._inside(situation):
+                total = more + moment.gradients + moment.gathered + moment.activations + moment.logits
+                if total > most:
+                    most, found = total, (moment, beside)
+        ending = self._ending()
+        return ending if found is None or ending.total > most else found[0].plus(found[1])
 
     @property
     def peak_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.cost.communication import count_collectives
-from meshwright.cost.estimate import estimate_of
+from meshwright.cost.estimate import Estimate, estimate_of
 from meshwright.cost.memory import StepMemory
 from meshwright.cost.time import StepTime, step_time
 from meshwright.spec import Cluster, Cost, Job, ModelSpec, Strategy
@@ -12,7 +12,16 @@ from meshwright.spec.conventions import on_accelerator
 __all__ = ["price"]
 
 
-def price(model: ModelSpec, cluster: Cluster, job: Job, strategy: Strategy, *, time: StepTime | None = None) -> Cost:
+def price(
+    model: ModelSpec,
+    cluster: Cluster,
+    job: Job,
+    strategy: Strategy,
+    *,
+    time: StepTime | None = None,
+    memory: StepMemory | None = None,
+    found: Estimate | None = None,
+) -> Cost:
     """What a strategy costs: bytes at rest and at the largest moment of a step of the rank that needs most, a step's
     collectives, and its seconds by term.
 
@@ -21,7 +30,7 @@ def price(model: ModelSpec, cluster: Cluster, job: Job, strategy: Strategy, *, t
         cluster: where it runs; whether it fits there does not matter.
         job: global batch, dtypes, optimizer.
         strategy: a legal strategy; whether it is executable does not matter.
-        time: its time, where it is known already.
+        time, memory, found: its time, its memory and the estimate of it, where they are known already.
 
     Raises:
         ConfigError: the global batch does not divide into the strategy's microbatches, the stages do not fit the model,
@@ -29,8 +38,8 @@ def price(model: ModelSpec, cluster: Cluster, job: Job, strategy: Strategy, *, t
         UnsupportedCombination: its schedule is not defined for these numbers of stages and microbatches.
     """
     convention = None if cluster.device_kind == "cpu" else on_accelerator(None)
-    memory = StepMemory(model, job, strategy, convention)
-    found = estimate_of(memory, model, cluster, job, strategy, convention)
+    memory = memory or StepMemory(model, job, strategy, convention)
+    found = found or estimate_of(memory, model, cluster, job, strategy, convention)
     worst, rank = found.worst, memory.ranks[found.worst.rank]
     counts, volume = count_collectives(model, job, strategy, memory)
     time = time or step_time(model, cluster, job, strategy)

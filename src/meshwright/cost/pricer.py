@@ -131,7 +131,15 @@ class Pricer:
 
     def price(self, strategy: Strategy) -> Cost:
         """Memory, communication, and seconds term by term."""
-        return price(self.model(strategy), self.cluster, self.job, strategy, time=self.time(strategy))
+        return price(
+            self.model(strategy),
+            self.cluster,
+            self.job,
+            strategy,
+            time=self.time(strategy),
+            memory=self._step(strategy),
+            found=self.memory(strategy),
+        )
 
     def budget_bytes(self, strategy: Strategy) -> int:
         """What a plan may use of the smallest device that it needs; those with the most memory are taken first."""

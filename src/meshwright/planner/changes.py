@@ -15,7 +15,7 @@ __all__ = ["changes"]
 
 _MORE_MEMORY = 1.25
 #: So many of the best are priced again.
-_RANKED = 3
+_RANKED = 2
 
 
 def changes(question: Question, ranking: list[Candidate]) -> tuple[Change, ...]:
@@ -67,21 +67,19 @@ def _faster(link: Link) -> Link:
 def _neighbours(strategy: Strategy, question: Question) -> Iterator[Strategy]:
     """Strategies that need more memory than this one and are faster where there is room, and those of its batch."""
     allowed = question.job.allow_recompute
-    steps: list[dict[str, object]] = [{}, {"microbatch": 2 * strategy.microbatch}]
+    steps: list[dict[str, object]] = [{"microbatch": 2 * strategy.microbatch}]
     steps += [{"recompute": policy, "recompute_blocks": 0} for policy in ("selective", "none") if policy in allowed]
     if strategy.zero:
         steps.append({"zero": strategy.zero - 1, "shard": 0, "gather": "auto", "reduce": "auto", "prefetch": 0})
     if strategy.offload.optimizer != "device":
         steps.append({"offload": replace(strategy.offload, optimizer="device", parameters="device", path="")})
-    for first in steps[1:]:
-        for second in steps:
-            if first is second or not set(first) & set(second):
-                try:
-                    found = replace(strategy, **{**first, **second})  # type: ignore[arg-type]  # fields of a Strategy
-                except MeshwrightError:
-                    continue
-                if permits(question.pins, found):
-                    yield replace(found, stages=()) if found.stages and not question.pins.of("stages") else found
+    for step in steps:
+        try:
+            found = replace(strategy, **step)  # type: ignore[arg-type]  # fields of a Strategy
+        except MeshwrightError:
+            continue
+        if permits(question.pins, found):
+            yield replace(found, stages=()) if found.stages and not question.pins.of("stages") else found
 
 
 def _fastest(question: Question, options: list[Strategy]) -> tuple[Strategy, float] | None:
@@ -97,6 +95,8 @@ def _fastest(question: Question, options: list[Strategy]) -> tuple[Strategy, flo
             break
         with suppress(MeshwrightError):
             strategy = pricer.settled(option)
+            if pricer.short_bytes(strategy, ends=True) > 0:
+                continue
             step_s = pricer.step_s(strategy)
             if (best is None or step_s < best[1]) and pricer.fits(strategy):
                 best = strategy, step_s

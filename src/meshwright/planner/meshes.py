@@ -100,8 +100,10 @@ class Meshes:
         self._check_batch()
 
     def classes(self) -> Iterator[MeshClass]:
-        """All of them, in a fixed order."""
+        """All of them, in a fixed order. Sequences are cut by context parallelism only where a microbatch is one of
+        them, unless one of the two is pinned: half as many of each leave a rank as many tokens and send less."""
         batch, pins = self._job.global_batch, self._pins
+        free = bool(pins.of("cp") or pins.of("microbatch"))
         degrees = [dp for dp in divisors(batch) if pins.allows("dp", dp)]
         shares = [(size, [dp for dp in degrees if batch // dp % size == 0]) for size in self._microbatches()]
         for tp in self.tps:
@@ -111,6 +113,8 @@ class Meshes:
                         most = self.devices // (tp * cp * pp)
                         for ep in self.eps:
                             for size, dps in shares:
+                                if cp > 1 and size > 1 and not free:
+                                    continue
                                 fit = tuple(dp for dp in dps if dp <= most and dp * tp * cp % ep == 0)
                                 if fit:
                                     yield MeshClass(tp, pp, cp, ep, parallel, size, fit)

@@ -1,13 +1,14 @@
-"""The search: best-first branch and bound over meshes, their schedules, and strategies; it loses nothing.
+"""The search: branch and bound over meshes, their schedules, and strategies.
 
-What is next is always what may lead to the least. A mesh is looked at by the work it cannot do without, then with the
-recomputation that memory makes necessary, then schedule by schedule, then strategy by strategy; only what is still
-ahead is played, and only what is ahead by its true time is looked at for memory in full.
+A mesh is looked at by the work it cannot do without, then with the recomputation that memory makes necessary, then
+schedule by schedule, then strategy by strategy; only what is still ahead is played, and only what is ahead by its true
+time is looked at for memory in full. Nothing is left out that may be better than what is found, but in spaces so large
+that looking at all of it would take minutes: there the search ends after a number of strategies, and tells by how much
+something better may exist.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable
 from operator import itemgetter
@@ -16,6 +17,7 @@ from typing import Any
 from meshwright.cost.floors import Floors
 from meshwright.cost.pricer import Pricer
 from meshwright.errors import ConfigError
+from meshwright.planner.frontier import Frontier
 from meshwright.planner.meshes import Mesh, MeshClass
 from meshwright.planner.nodes import parts
 from meshwright.planner.objective import Objective
@@ -31,8 +33,8 @@ _SPARE = 1.1
 
 #: A search of a large space ends after so many strategies; what may have been lost by that is told (`Counts.unproven`).
 _MOST_STRATEGIES = 400
-#: A bound usually lies below the price by so much for each step that is still to be done.
-_BELOW = 0.03
+#: Meshes after which enough strategies should have been found.
+_PATIENCE = 100
 _STEPS_LEFT = {"_class": 6, "_mesh": 5, "_firm": 4, "_schedules": 3, "_lean": 2, "_shapes": 1.5, "_time": 1, "_fit": 0}
 
 
@@ -95,18 +97,18 @@ def _why_nothing(space: Space) -> ConfigError:
 
 
 class _Search:
-    """One search. The heap holds what is to be done next by the least that it can lead to."""
+    """One search."""
 
     def __init__(self, pricer: Pricer, space: Space, objective: Objective, most: int) -> None:
         self._pricer, self._space, self._objective, self._most = pricer, space, objective, most
-        self._heap: list[tuple[tuple[float, ...], tuple[float, ...], int, Callable[..., None], tuple[Any, ...]]] = []
-        self._number = 0
+        self._frontier = Frontier(_STEPS_LEFT)
         #: The objective of the worst of those that are wanted, once there are so many.
         self._limit: tuple[float, ...] = (math.inf,)
         self._found: dict[tuple[Any, ...], Candidate] = {}
         self._short: dict[tuple[Any, ...], tuple[int, Strategy]] = {}
         self._hopeless: dict[tuple[Any, ...], bool] = {}
         self._counts = Counts()
+        self._patience = _PATIENCE
         self._floors = Floors(pricer)
 
     def run(self) -> Result:
@@ -114,13 +116,16 @@ class _Search:
         for group in self._space.classes():
             dps = group.dps if self._objective.name != "time" else group.dps[::-1]
             self._open(group, dps, 0)
-        while self._heap:
-            _, value, _, step, arguments = heapq.heappop(self._heap)
+        while self._frontier:
+            value, step, arguments = self._frontier.pop()
             if value > self._limit:
                 continue
             if self._counts.strategies > _MOST_STRATEGIES and len(self._found) >= self._most:
                 self._counts.unproven = self._gap(value)
                 break
+            if self._counts.meshes > self._patience and len(self._found) < self._most:
+                self._frontier.hurry()
+                self._patience *= 2
             try:
                 step(*arguments)
             except ConfigError as error:  # what the model or a schedule cannot do shows only now
@@ -129,19 +134,14 @@ class _Search:
 
     def _gap(self, value: tuple[float, ...]) -> float:
         """By what share the objective of something not looked at may be smaller than that of the best."""
-        least = min([value, *(entry[1] for entry in self._heap)])[-1]
+        least = self._frontier.least(value)[-1]
         best = min(self._value(candidate) for candidate in self._found.values())[-1]
         return max(0.0, 1 - least / best) if best else 0.0
 
     def _push(self, devices: int, floor_s: float, step: Callable[..., None], *arguments: Any) -> None:
-        """Note what is to be done by the least it can lead to. What is nearer to a price goes first, unless something
-        else may be better by more than a bound usually lies below it: so that there is soon something to beat."""
         value = self._objective.value(devices, floor_s)
         if value <= self._limit:
-            self._number += 1
-            ahead = 1 + _BELOW * _STEPS_LEFT[step.__name__]
-            order = (*value[:-1], value[-1] * ahead)
-            heapq.heappush(self._heap, (order, value, self._number, step, arguments))
+            self._frontier.push(value, step, arguments)
 
     # --- meshes -------------------------------------------------------------------------------------------------------
 
