@@ -86,9 +86,14 @@ def page() -> str:
             "model's heads, the sequence, the batch and the number of devices do not divide is left out; so is "
             f"whatever pins exclude. The search opened {searched['meshes']:,} meshes and {searched['strategies']:,} "
             "strategies on them, the most promising first. Each has two bounds that are quick to compute: a time and a "
-            f"memory that its price cannot lie below. Only {searched['priced']:,} had to be priced in full before the "
-            "bound of everything else was worse than the best that had been found. Nothing is lost by that: on small "
-            "spaces the same search is tested against pricing everything."
+            f"memory that its price cannot lie below. Only {searched['priced']:,} were priced in full. "
+            + (
+                "The search ended after so many; by the bounds of what it left, something up to "
+                f"{plan.unproven:.0%} better may exist. "
+                if plan.unproven
+                else "The bounds of everything else were worse than the best that had been found. "
+            )
+            + "On small spaces the same search is tested against pricing everything."
         ),
         "## 2. What fits",
         prose(

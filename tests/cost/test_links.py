@@ -28,12 +28,12 @@ def test_a_ring_on_one_node(kind: str, passes: int, size: int) -> None:
 
 
 def test_over_nodes_every_rank_drives_its_share_of_the_network() -> None:
-    # 4 nodes of 8: a node takes in 3/4 of the message through 8 network ports.
+    # 4 nodes of 8: a node takes in 3/4 of the message through 8 network ports, a fifth longer for two doublings.
     over = collective_s("all_gather", 1e9, group(32, nodes=4))
     alone = collective_s("all_gather", 1e9, group(4, nodes=4))
     moved = 0.75 * 1e9 / (25e9 * 0.8)
-    assert alone == pytest.approx(moved * 1.14, rel=0.01)
-    assert over == pytest.approx(moved * 1.14 / 8, rel=0.02)
+    assert alone == pytest.approx(moved * 1.2, rel=0.01)
+    assert over == pytest.approx(moved * 1.2 / 8, rel=0.02)
 
 
 def test_an_exchange_sends_what_other_nodes_need_over_the_network() -> None:

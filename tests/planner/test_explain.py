@@ -14,8 +14,19 @@ from meshwright.planner import Question, ask, parse_why, plan_for, why_not
 from meshwright.planner.explain import bottleneck, differences, show_differences, why_second
 from meshwright.planner.larger import smallest_cluster
 from meshwright.planner.sources import error_bar
-from meshwright.spec import Cluster, Cost, DecoderShape, Job, parse_assignments, parse_strategy, this_machine
-from meshwright.spec.catalogue import known_model
+from meshwright.spec import (
+    Cluster,
+    Cost,
+    DecoderShape,
+    Job,
+    Layout,
+    Offload,
+    Strategy,
+    parse_assignments,
+    parse_strategy,
+    this_machine,
+)
+from meshwright.spec.catalogue import find_model, known_model
 from meshwright.spec.clusters import parse_cluster
 from meshwright.spec.units import show_bytes
 from tests.planner.machines import CARD_13B, cluster, cut_down
@@ -112,15 +123,19 @@ def test_the_error_bar_is_the_documented_median() -> None:
     """Not below what docs/accuracy.md says of the files that check, and not far above."""
     text = (Path(__file__).parents[2] / "docs" / "accuracy.md").read_text(encoding="utf-8")
     times, memory = text[: text.index("## Peak memory")], text[text.index("## Peak memory") :]
-    bar = error_bar(FOUR)
+    dense, mixture = (find_model(name).at(Layout(sequence=2048)) for name in ("llama-3-8b", "mixtral-8x7b"))
+    bar = error_bar(FOUR, dense, Strategy())
     for section, column, told in ((times, 3, bar.step_time), (memory, 3, bar.memory)):
         row = next(line for line in section.splitlines() if line.startswith("| **all"))
         median = float(row.split("|")[column + 1].strip().rstrip("%")) / 100
         assert median <= told <= median + 0.025
     assert "docs/accuracy.md" in bar.source
     for machines in (cluster(2, 2**30), this_machine()):
-        assert error_bar(machines).step_time == 0
-        assert error_bar(machines).source
+        assert error_bar(machines, dense, Strategy()).step_time == 0
+        assert error_bar(machines, dense, Strategy()).source
+    assert error_bar(FOUR, mixture, Strategy()).step_time > 2 * bar.step_time
+    away = Strategy(offload=Offload(optimizer="host"))
+    assert error_bar(FOUR, dense, away).step_time > 2 * bar.step_time
 
 
 # --- nothing fits -----------------------------------------------------------------------------------------------------

@@ -45,9 +45,13 @@ class Frontier:
 
     def hurry(self) -> None:
         """Where bounds turn out to lie lower than usual, take what is near to a price still earlier."""
-        self._below *= 2
+        self._below *= 1.5
         self._heap = [(self._order(value, step), value, at, step, what) for _, value, at, step, what in self._heap]
         heapq.heapify(self._heap)
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._heap, self._below = [], _BELOW
 
     def least(self, value: Value) -> Value:
         """The least that any step can lead to, or `value` if that is less."""

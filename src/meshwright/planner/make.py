@@ -142,7 +142,7 @@ def plan_for(
         changes=changes(question, result.fitting) if with_changes else (),
         searched={name: int(count) for name, count in asdict(result.counts).items() if name != "unproven"},
         unproven=result.counts.unproven,
-        error_bar=error_bar(cluster),
+        error_bar=error_bar(cluster, whole, best.strategy),
         provenance=Provenance(
             meshwright=__version__,
             rule=rule_of(find_objective(objective)),

@@ -19,6 +19,7 @@ from meshwright.cost.pricer import Pricer
 from meshwright.errors import ConfigError
 from meshwright.planner.frontier import Frontier
 from meshwright.planner.meshes import Mesh, MeshClass
+from meshwright.planner.nearest import Nearest
 from meshwright.planner.nodes import parts
 from meshwright.planner.objective import Objective
 from meshwright.planner.result import Counts, Result
@@ -33,6 +34,8 @@ _SPARE = 1.1
 
 #: A search of a large space ends after so many strategies; what may have been lost by that is told (`Counts.unproven`).
 _MOST_STRATEGIES = 400
+#: So many times as many where less than what is wanted was found that fits.
+_WITHOUT = 4
 #: Meshes after which enough strategies should have been found.
 _PATIENCE = 100
 _STEPS_LEFT = {"_class": 6, "_mesh": 5, "_firm": 4, "_schedules": 3, "_lean": 2, "_shapes": 1.5, "_time": 1, "_fit": 0}
@@ -105,38 +108,48 @@ class _Search:
         #: The objective of the worst of those that are wanted, once there are so many.
         self._limit: tuple[float, ...] = (math.inf,)
         self._found: dict[tuple[Any, ...], Candidate] = {}
-        self._short: dict[tuple[Any, ...], tuple[int, Strategy]] = {}
+        self._short = Nearest()
         self._hopeless: dict[tuple[Any, ...], bool] = {}
         self._counts = Counts()
-        self._patience = _PATIENCE
+        self._recorded = 0
         self._floors = Floors(pricer)
 
     def run(self) -> Result:
-        """Search to the end, or until so many strategies were looked at that the best of them has to do."""
-        for group in self._space.classes():
-            dps = group.dps if self._objective.name != "time" else group.dps[::-1]
-            self._open(group, dps, 0)
+        """Search to the end, or until so many strategies were looked at that the best of them has to do: first without
+        pipelines, whose many schedules would otherwise come before what is plain."""
+        classes = list(self._space.classes())
+        left = []
+        for piped in (False, True):
+            for group in classes:
+                if (group.pp > 1) == piped:
+                    self._open(group, group.dps[::-1] if self._objective.name == "time" else group.dps, 0)
+            left.append(self._drain())
+        best, least = self._best(), min(left)
+        if best and least < math.inf:
+            self._counts.unproven = max(0.0, 1 - least / self._value(best[0])[-1])
+        return Result(best, self._short.candidates(self._space, self._candidate), self._counts)
+
+    def _drain(self) -> float:
+        """Do what is still to be done; the least objective of what is left, infinite for nothing."""
+        begun, recorded = self._counts.strategies, self._recorded
+        patience, meshes = _PATIENCE, self._counts.meshes
         while self._frontier:
             value, step, arguments = self._frontier.pop()
             if value > self._limit:
                 continue
-            if self._counts.strategies > _MOST_STRATEGIES and len(self._found) >= self._most:
-                self._counts.unproven = self._gap(value)
-                break
-            if self._counts.meshes > self._patience and len(self._found) < self._most:
+            fresh = self._recorded - recorded
+            if self._counts.strategies - begun > _MOST_STRATEGIES * (1 if fresh >= self._most else _WITHOUT):
+                least = self._frontier.least(value)[-1]
+                self._frontier.clear()
+                return least
+            if self._counts.meshes - meshes > patience and fresh < self._most:
                 self._frontier.hurry()
-                self._patience *= 2
+                patience *= 2
             try:
                 step(*arguments)
             except ConfigError as error:  # what the model or a schedule cannot do shows only now
                 self._space.illegal = self._space.illegal or error
-        return Result(self._best(), self._nearest(), self._counts)
-
-    def _gap(self, value: tuple[float, ...]) -> float:
-        """By what share the objective of something not looked at may be smaller than that of the best."""
-        least = self._frontier.least(value)[-1]
-        best = min(self._value(candidate) for candidate in self._found.values())[-1]
-        return max(0.0, 1 - least / best) if best else 0.0
+        return math.inf
 
     def _push(self, devices: int, floor_s: float, step: Callable[..., None], *arguments: Any) -> None:
         value = self._objective.value(devices, floor_s)
@@ -182,7 +195,7 @@ class _Search:
         if ways:
             self._push(mesh.ranks, min(least for least, *_ in ways), self._firm, mesh, ways)
         else:
-            self._note(lean, self._floors.states_bytes(lean))
+            self._short.note(lean, self._floors.states_bytes(lean))
 
     def _firm(self, mesh: Mesh, ways: list[tuple[float, Strategy, tuple[int, ...]]]) -> None:
         """Push a mesh again by the time it takes with the recomputation that 1F1B needs: no schedule keeps less."""
@@ -274,7 +287,7 @@ class _Search:
         high, budget = len(entry.blocks) - 1, spare * self._pricer.budget_bytes(strategy)
         last = self._space.recomputing(strategy, entry, entry.blocks[high])
         if self._floors.bytes(last) > budget:
-            self._note(last, self._floors.bytes(last))
+            self._short.note(last, self._floors.bytes(last))
             return -1
         step = 1
         while low < high:  # what is needed is most often near
@@ -318,7 +331,7 @@ class _Search:
             changed = self._space.recomputing(unsettled, self._space.recomputes[number], blocks)
             self._push(shape.mesh.ranks, self._floors.strategy_s(changed), self._time, shape, changed, number, places)
         else:
-            self._note(strategy, self._pricer.budget_bytes(strategy) + short)
+            self._short.note(strategy, self._pricer.budget_bytes(strategy) + short)
 
     def _more(self, strategy: Strategy, entry: Recompute, short: int) -> int | None:
         """The fewest blocks that fit, more than those of a strategy that is short of so many bytes; None: all are too
@@ -360,6 +373,7 @@ class _Search:
         if key in self._found and self._found[key].key(self._objective) <= found.key(self._objective):
             return
         self._found[key] = found
+        self._recorded += 1
         if len(self._found) >= self._most:
             values = sorted(self._value(candidate) for candidate in self._found.values())
             self._limit = values[self._most - 1]
@@ -380,21 +394,5 @@ class _Search:
         needed = self._floors.states_bytes(strategy) if mean else self._floors.bytes(strategy)
         if needed <= self._pricer.budget_bytes(strategy):
             return True
-        self._note(strategy, needed)
+        self._short.note(strategy, needed)
         return False
-
-    def _note(self, strategy: Strategy, needed: int) -> None:
-        kind = (strategy.zero, strategy.tp > 1, strategy.pp > 1)
-        if kind not in self._short or needed < self._short[kind][0]:
-            self._short[kind] = needed, strategy
-
-    def _nearest(self) -> list[Candidate]:
-        """What does not fit, the nearest first."""
-        line = sorted(self._short.values(), key=lambda entry: (entry[0], str(entry[1])))
-        found = []
-        for _, strategy in line:
-            try:
-                found.append(self._candidate(self._space.settled(strategy)))
-            except ConfigError:  # no cut of its layers is legal
-                continue
-        return found
