@@ -24,8 +24,6 @@ CHECKING = (
 )
 FITTED = ("mosaicml_llm_foundry_mpt", "torchtitan_llama3")
 
-pytestmark = pytest.mark.slow
-
 
 @cache
 def told() -> Accuracy:
