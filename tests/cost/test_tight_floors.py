@@ -14,13 +14,21 @@ from meshwright.schedule import compute_orders
 from meshwright.spec import Job
 from meshwright.spec.catalogue import find_model
 from meshwright.spec.clusters import parse_cluster
+from meshwright.spec.job import Dtype
 from tests.cost.test_floors import drawn
 
 
-@pytest.mark.parametrize(("name", "machines"), [("llama-3-8b", "8xA100-80GB:64"), ("mixtral-8x7b", "8xH100-80GB:64")])
-def test_floors_lie_below_prices(name: str, machines: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "machines", "dtype"),
+    [
+        ("llama-3-8b", "8xA100-80GB:64", "bfloat16"),
+        ("mixtral-8x7b", "8xH100-80GB:64", "bfloat16"),
+        ("gpt2", "8xCPU:8", "float32"),
+    ],
+)
+def test_floors_lie_below_prices(name: str, machines: str, dtype: Dtype) -> None:
     draw = random.Random(machines)
-    job = Job(global_batch=64, sequence=1024, compute_dtype="bfloat16")
+    job = Job(global_batch=64, sequence=1024, compute_dtype=dtype)
     pricer = Pricer(find_model(name), parse_cluster(machines), job)
     floors, seen = Floors(pricer), 0
     while seen < 80:

@@ -6,8 +6,8 @@ from collections import Counter
 from functools import lru_cache
 
 from meshwright.cost.memory import RankMemory, StepMemory
+from meshwright.cost.play import unchecked_schedule
 from meshwright.cost.states import shard_group
-from meshwright.schedule import make_schedule
 from meshwright.spec import DTYPE_BYTES, Job, ModelSpec, Strategy
 
 __all__ = ["count_collectives"]
@@ -43,7 +43,8 @@ def count_collectives(
         strategy.pp,
         memory.microbatches,
         strategy.virtual_stages,
-        (strategy.zero, 1 + (shard_group(strategy) > 1), 1 + (replicated > 1), strategy.gather, strategy.reduce),
+        (strategy.zero, 1 + (shard_group(strategy) > 1), 1 + (replicated > 1)),
+        (strategy.gather, strategy.reduce),
     )[memory.ranks.index(rank)]
     totals: Counts = Counter(), Counter()
     _zero(played, rank, memory, job, strategy, totals)
@@ -99,7 +100,7 @@ def _model_parallel(rank: RankMemory, memory: StepMemory, strategy: Strategy, to
 
 
 def _played(
-    name: str, ranks: int, microbatches: int, virtual: int, zero: tuple[int, int, int, str, str]
+    name: str, ranks: int, microbatches: int, virtual: int, zero: tuple[int, int, int], variant: tuple[str, str]
 ) -> tuple[Counter[tuple[str, int, int]], ...]:
     """Per rank, how often the schedule does each thing: kind, stage, stage at the other end (-1: none).
 
@@ -107,10 +108,10 @@ def _played(
     """
     steady = (_STEADY + 1) * ranks + 1
     rounds = max(0, microbatches - steady) // ranks
-    few = _counted(name, ranks, microbatches - rounds * ranks, virtual, zero)
+    few = _counted(name, ranks, microbatches - rounds * ranks, virtual, zero, variant)
     if not rounds:
         return few
-    fewer = _counted(name, ranks, microbatches - (rounds + 1) * ranks, virtual, zero)
+    fewer = _counted(name, ranks, microbatches - (rounds + 1) * ranks, virtual, zero, variant)
     return tuple(
         Counter({key: count + rounds * (count - less[key]) for key, count in most.items()})
         for most, less in zip(few, fewer, strict=True)
@@ -119,21 +120,9 @@ def _played(
 
 @lru_cache(maxsize=256)
 def _counted(
-    name: str, ranks: int, microbatches: int, virtual: int, zero: tuple[int, int, int, str, str]
+    name: str, ranks: int, microbatches: int, virtual: int, zero: tuple[int, int, int], variant: tuple[str, str]
 ) -> tuple[Counter[tuple[str, int, int]], ...]:
-    schedule = make_schedule(
-        name,
-        ranks=ranks,
-        microbatches=microbatches,
-        virtual_stages=virtual,
-        zero=zero[0],
-        shard=zero[1],
-        dp=zero[2],
-        gather=zero[3],
-        reduce=zero[4],
-        check=False,
-    )
+    ordered = unchecked_schedule(name, ranks, microbatches, virtual, zero, variant).ranks
     return tuple(
-        Counter((a.kind, a.stage, -1 if a.peer_stage is None else a.peer_stage) for a in actions)
-        for actions in schedule.ranks
+        Counter((a.kind, a.stage, -1 if a.peer_stage is None else a.peer_stage) for a in actions) for actions in ordered
     )

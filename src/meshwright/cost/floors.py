@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from meshwright.cost.compute import speeds
 from meshwright.cost.held_floor import Load, Sheet, held_bytes, states_bytes
 from meshwright.cost.lines import SLACK, Flow, Line, Lines, Pace, both, near, sent_s
-from meshwright.cost.links import collective_s
+from meshwright.cost.links import Collective, collective_s
 from meshwright.cost.overhead import overhead_bytes
 from meshwright.cost.pricer import Pricer
 from meshwright.cost.states import shard_group
-from meshwright.cost.time import _JITTER  # private to the room, as this is
+from meshwright.cost.time import JITTER
 from meshwright.schedule import FOLDED
 from meshwright.spec import DTYPE_BYTES, Cluster, Strategy
 
@@ -30,7 +30,9 @@ class Floors(Lines):
     def __init__(self, pricer: Pricer) -> None:
         super().__init__(pricer)
         found = [speeds(group.device, self._job.compute_dtype) for group in self._cluster.nodes]
-        self._contention = min(speed.reached.contention for speed in found)
+        #: Where the core that computes also sends, nothing runs beside compute that could hold it up.
+        beside = self._cluster.device_kind != "cpu"
+        self._contention = min(speed.reached.contention for speed in found) if beside else 0.0
         #: Whether it is known here which rank is the busiest.
         self._equal = len({speed.product_flops_per_s for speed in found}) == 1
         self._work = self._least_work()
@@ -100,9 +102,10 @@ class Floors(Lines):
         gathers, reduces = self._gathers(strategy, count), self._reduces(strategy, count)
         wires, sharded = self._groups(strategy), shard_group(strategy) > 1
         c, r = DTYPE_BYTES[self._job.compute_dtype], DTYPE_BYTES[self._job.reduce_dtype]
-        over, kind = (wires.zero, "reduce_scatter") if sharded else (wires.reduced, "all_reduce")
-        streams = reduces * sent_s(kind, r, rank, over, wires.experts)  # type: ignore[arg-type]  # one of the two
-        beside = reduces * sent_s(kind, r, rank, near(over), near(wires.experts))  # type: ignore[arg-type]
+        over = wires.zero if sharded else wires.reduced
+        kind: Collective = "reduce_scatter" if sharded else "all_reduce"
+        streams = reduces * sent_s(kind, r, rank, over, wires.experts)
+        beside = reduces * sent_s(kind, r, rank, near(over), near(wires.experts))
         if sharded and strategy.zero == 3 and not strategy.prefetch:
             busy += 2 * count * sent_s("all_gather", c, rank, wires.zero, wires.experts)
             beside = 0.0
@@ -237,7 +240,7 @@ class Floors(Lines):
         return (made + 2 * kept / share) * elements / self._speed.bytes_per_s
 
     def _jitter(self, strategy: Strategy) -> float:
-        return _JITTER * math.log2(-(-strategy.world_size // self._per_node))
+        return JITTER * math.log2(-(-strategy.world_size // self._per_node))
 
     def _statistics_s(self, strategy: Strategy) -> float:
         world = strategy.world_size

@@ -11,21 +11,17 @@ from meshwright.cost.balance import balanced_layers, balanced_ranks
 from meshwright.cost.compute import Phases, speeds
 from meshwright.cost.held_floor import Load, Sheet, loads_of
 from meshwright.cost.links import Collective, Group, Placement, collective_s
-from meshwright.cost.play import stage_ranks
+from meshwright.cost.play import SPLIT, rounds_left_out, stage_ranks
 from meshwright.cost.pricer import Pricer
 from meshwright.cost.stage_work import Workshop
 from meshwright.cost.states import shard_group
 from meshwright.schedule import FOLDED
 from meshwright.spec import DTYPE_BYTES, Strategy
 
-__all__ = ["SLACK", "SPLIT", "Flow", "Line", "Lines", "Pace", "Wires", "both", "near", "sent_s"]
+__all__ = ["SLACK", "Flow", "Line", "Lines", "Pace", "Wires", "both", "near", "sent_s"]
 
 #: Of a step the part that is left out, so that rounding never lifts a floor above a price.
 SLACK = 1 - 1e-9
-#: Schedules that split the backward: the last thing a rank does may be a weight half, which nobody waits for.
-SPLIT = ("zb-h1", "interleaved-zb", "zb-v", "dualpipev")
-#: Rounds of a rank's stages that are played of a long step (cost/play.py).
-_ROUNDS = 3
 
 
 class Pace(NamedTuple):
@@ -242,7 +238,7 @@ class Lines:
         s = strategy
         count, layers = s.pp * s.virtual_stages, len(self._sheet(strategy).line)
         if s.stages or count == 1 or count > layers or len(self._cluster.nodes) > 1:
-            return self._pricer._layers_of(strategy)
+            return self._pricer.layers_of(strategy)
         again = 0 if s.recompute == "none" else s.recompute_blocks or layers
         mesh = (s.tp, s.cp, s.ep, s.sequence_parallel, s.microbatch, self._near(s), s.pp, s.virtual_stages)
         key = (*mesh, s.schedule in FOLDED, s.recompute, again)
@@ -310,10 +306,7 @@ class Lines:
 
     def _extrapolated(self, strategy: Strategy, count: int) -> bool:
         """Whether only some rounds of a schedule with several stages a rank are played: that is not exact."""
-        virtual = strategy.virtual_stages
-        return virtual > 1 and strategy.schedule != "looped-bfs" and count > (_ROUNDS * virtual + 1) * strategy.pp + 1
-
-    # --- after the last backward --------------------------------------------------------------------------------------
+        return strategy.virtual_stages > 1 and rounds_left_out(strategy, count) > 0
 
 
 def sent_s(kind: Collective, each: int, stage: tuple[int, int, int, float], over: Group, experts: Group) -> float:

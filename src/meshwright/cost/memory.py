@@ -230,13 +230,6 @@ class StepMemory:
         """The rank with the largest peak; the first one of equals."""
         return max(self.ranks, key=lambda rank: rank.peak_bytes)
 
-    @property
-    def floor_bytes(self) -> int:
-        """What is there at the moment of the loss whatever the microbatch and the recompute policy (one stage)."""
-        stage = self.moments_of[0]
-        at_loss = stage.idle(begun=True, ended=False, earlier=False).gathered
-        return self.ranks[0].parameters + self.ranks[0].optimizer + at_loss
-
 
 def _by_rank(strategy: Strategy, microbatches: int) -> Iterator[tuple[list[int], Actions]]:
     """The stages of each pipeline rank, and its actions."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.cost.stages import Stage
-from meshwright.spec import DTYPE_BYTES, Job, Link, ModelSpec, NodeGroup, Strategy
+from meshwright.spec import DTYPE_BYTES, Job, Link, NodeGroup, Strategy
 
 __all__ = ["Streams", "offload_streams"]
 
@@ -33,7 +33,6 @@ class Streams:
 
 
 def offload_streams(
-    model: ModelSpec,
     job: Job,
     strategy: Strategy,
     node: NodeGroup,

@@ -19,13 +19,14 @@ from meshwright.cost.states import shard_group
 from meshwright.schedule import FOLDED, Kind, Schedule, make_schedule
 from meshwright.spec import Link, Strategy
 
-__all__ = ["Play", "StageTimes", "least_s", "stage_ranks"]
+__all__ = ["SPLIT", "Play", "StageTimes", "least_s", "rounds_left_out", "stage_ranks", "unchecked_schedule"]
 
 #: Rounds of as many microbatches as pipeline ranks after which a schedule repeats itself; one laid out as a V needs
 #: twice as many.
 _STEADY = 2
 _ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
-_SPLIT = ("zb-h1", "interleaved-zb", "zb-v", "dualpipev")
+#: Schedules that split the backward: the last thing a rank does may be a weight half, which nobody waits for.
+SPLIT = ("zb-h1", "interleaved-zb", "zb-v", "dualpipev")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +98,8 @@ class Play:
     @cached_property
     def repeated(self) -> tuple[int, int]:
         """Rounds of as many microbatches as pipeline ranks that need not be played, and the microbatches that are."""
-        s, count = self.strategy, self.microbatches
-        rounds = 2 * _STEADY if s.schedule in FOLDED else _STEADY
-        steady = (rounds + 1) * s.pp + 1
-        if count <= steady or (s.schedule in _ALL_IN_FLIGHT and s.pp > 1):
-            return 0, count
-        rounds = (count - steady) // s.pp
-        return rounds, count - rounds * s.pp
+        rounds = rounds_left_out(self.strategy, self.microbatches)
+        return rounds, self.microbatches - rounds * self.strategy.pp
 
     def _simulated(self, microbatches: int, gathers: bool, reduces: bool, messages: bool) -> Timeline:
         edges = [stage.blocks[-1].output_bytes * self.strategy.microbatch for stage in self.stages]
@@ -119,15 +115,10 @@ class Play:
     def _schedule(self, microbatches: int) -> Schedule:
         s = self.strategy
         replicated, sharded = s.dp * s.cp > 1, shard_group(s) > 1
-        made = _made(
-            s.schedule,
-            s.pp,
-            microbatches,
-            s.virtual_stages,
-            (s.zero if sharded else 0, 1 + sharded, 1 + replicated),
-            (s.gather, s.reduce) if sharded else ("auto", "auto"),
-        )
-        return replace(made, units=self.units)  # where units are placed does not depend on how many there are
+        zero = (s.zero if sharded else 0, 1 + sharded, 1 + replicated)
+        variant = (s.gather, s.reduce) if sharded else ("auto", "auto")
+        found = unchecked_schedule(s.schedule, s.pp, microbatches, s.virtual_stages, zero, variant)
+        return replace(found, units=self.units)  # where units are placed does not depend on how many there are
 
     def _link(self, source: int, target: int) -> Link:
         """The link between two pipeline ranks: neighbours on one node, or not."""
@@ -135,6 +126,15 @@ class Play:
         near = source // group.inside == target // group.inside
         link = group.within if near else group.between
         return Link(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s * link.efficiency, efficiency=1.0)
+
+
+def rounds_left_out(strategy: Strategy, microbatches: int) -> int:
+    """Rounds of as many microbatches as pipeline ranks that need not be played: each takes as long as the last."""
+    rounds = 2 * _STEADY if strategy.schedule in FOLDED else _STEADY
+    steady = (rounds + 1) * strategy.pp + 1
+    if microbatches <= steady or (strategy.schedule in _ALL_IN_FLIGHT and strategy.pp > 1):
+        return 0
+    return (microbatches - steady) // strategy.pp
 
 
 def stage_ranks(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
@@ -152,7 +152,7 @@ def least_s(strategy: Strategy, phases: Sequence[Phases], microbatches: int) -> 
     Args:
         phases: of one microbatch on each stage.
     """
-    split = strategy.schedule in _SPLIT
+    split = strategy.schedule in SPLIT
     loads, entries, passed = [0.0] * strategy.pp, [math.inf] * strategy.pp, 0.0
     for rank, one in zip(stage_ranks(strategy.schedule, strategy.pp, strategy.virtual_stages), phases, strict=True):
         loads[rank] += one.forward + one.input + one.weight
@@ -162,7 +162,7 @@ def least_s(strategy: Strategy, phases: Sequence[Phases], microbatches: int) -> 
 
 
 @lru_cache(maxsize=256)
-def _made(
+def unchecked_schedule(
     name: str,
     ranks: int,
     microbatches: int,
@@ -170,6 +170,12 @@ def _made(
     zero: tuple[int, int, int],
     variant: tuple[str, str],
 ) -> Schedule:
+    """A schedule that prices of many strategies share; whether it is sound is not looked at again.
+
+    Args:
+        zero: the stage, the size of the shard group, and that of the group that reduces gradients.
+        variant: when units are gathered, and when reduced.
+    """
     return make_schedule(
         name,
         ranks=ranks,
@@ -177,7 +183,7 @@ def _made(
         virtual_stages=virtual,
         zero=zero[0],
         shard=zero[1],
-        dp=max(zero[1], zero[2]),
+        dp=zero[2],
         gather=variant[0],
         reduce=variant[1],
         check=False,

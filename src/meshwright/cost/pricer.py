@@ -81,7 +81,7 @@ class Pricer:
         """
         if strategy.pp == 1 or strategy.stages:
             return strategy
-        sizes = self._layers_of(strategy)
+        sizes = self.layers_of(strategy)
         return strategy if sizes == even_layers(sum(sizes), len(sizes)) else replace(strategy, stages=sizes)
 
     def time(self, strategy: Strategy) -> StepTime:
@@ -192,7 +192,7 @@ class Pricer:
         """Bytes that `memory(strategy)` does not lie below on the rank that needs most: model states, what the schedule
         keeps in flight on the first stage, the logits on the last, and the process."""
         model = self.model(strategy)
-        sizes = strategy.stages or self._layers_of(strategy)
+        sizes = strategy.stages or self.layers_of(strategy)
         layers, others = model.layers, [block for block in model.blocks if block.kind != "layer"]
         count, first, last = len(sizes), sizes[0], sizes[-1]
         recomputed = recomputed_blocks(model, strategy)
@@ -289,7 +289,7 @@ class Pricer:
             self._speed = max(found, key=lambda speed: speed.product_flops_per_s)
         return self._speed
 
-    def _layers_of(self, strategy: Strategy) -> tuple[int, ...]:
+    def layers_of(self, strategy: Strategy) -> tuple[int, ...]:
         """Layers per stage."""
         s = strategy
         if s.stages:
@@ -330,7 +330,7 @@ class Pricer:
 
     def _stage_phases(self, strategy: Strategy) -> list[Phases]:
         parts = self._works(strategy)
-        sizes = self._layers_of(strategy)
+        sizes = self.layers_of(strategy)
         recomputed = recomputed_blocks(self.model(strategy), strategy)
         found, start = [], 0
         for index, size in enumerate(sizes):

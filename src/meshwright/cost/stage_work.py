@@ -47,11 +47,7 @@ class StageWork:
 
 
 class Workshop:
-    """The work of the blocks of a model under one placement, each distinct block worked out once.
-
-    Args:
-        speed: of the device that is looked at.
-    """
+    """The work of the blocks of a model under one placement, each distinct block worked out once."""
 
     def __init__(
         self, model: ModelSpec, job: Job, strategy: Strategy, placement: Placement, convention: Convention | None

@@ -18,7 +18,7 @@ from meshwright.cost.states import shard_group
 from meshwright.spec import DTYPE_BYTES, Cluster, Job, ModelSpec, Strategy
 from meshwright.spec.conventions import Convention
 
-__all__ = ["TERMS", "StepTime", "step_time"]
+__all__ = ["JITTER", "TERMS", "StepTime", "step_time"]
 
 #: The terms of a step, in the order in which they are shown.
 TERMS = (
@@ -39,7 +39,7 @@ TERMS = (
     "synchronisation",
 )
 #: Waiting for the slowest of many nodes: a share of the compute for each doubling of their number.
-_JITTER = 0.01
+JITTER = 0.01
 
 #: Where the host's core is the device: what a gather or a reduction of a unit costs it besides the collective (copies,
 #: hooks), and the update of a sharded tensor, in starts of an operation (measured with this runtime on a CPU).
@@ -316,7 +316,6 @@ class StepTime:
         held = self._held[self._busiest]
         parts = [self._play.times.phases[index] for index in held]
         return offload_streams(
-            self.model,
             self.job,
             self.strategy,
             self._placement.node(self._busiest),
@@ -334,7 +333,7 @@ class StepTime:
 
     @cached_property
     def _jitter_s(self) -> float:
-        return _JITTER * math.log2(self._nodes) * self._busy_s
+        return JITTER * math.log2(self._nodes) * self._busy_s
 
     @cached_property
     def _statistics_s(self) -> float:
