@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from meshwright.cost.compute import Phases
 from meshwright.cost.links import Placement
+from meshwright.cost.makespan import Program, Seconds, program, stage_ranks
 from meshwright.cost.simulate import Timeline, simulate
 from meshwright.cost.stages import Stage
 from meshwright.cost.states import shard_group
 from meshwright.schedule import FOLDED, Kind, Schedule, make_schedule
 from meshwright.spec import Link, Strategy
 
-__all__ = ["SPLIT", "Play", "StageTimes", "least_s", "rounds_left_out", "stage_ranks", "unchecked_schedule"]
+__all__ = ["SPLIT", "Play", "StageTimes", "least_s", "program_of", "rounds_left_out", "stage_ranks", "unit_counts"]
 
 #: Rounds of as many microbatches as pipeline ranks after which a schedule repeats itself; one laid out as a V needs
 #: twice as many.
@@ -73,33 +74,57 @@ class Play:
         """Seconds from the first forward to the last reduction, with or without what communicates."""
         rounds, few = self.repeated
         what = (gathers, reduces, messages)
-        end = self._simulated(few, *what).makespan_s
+        end = self._end_s(few, *what)
         if not rounds:
             return end
-        further = end - self._simulated(few - self.strategy.pp, *what).makespan_s
+        further = end - self._end_s(few - self.strategy.pp, *what)
         return max(end + rounds * further, least_s(self.strategy, self.times.phases, self.microbatches))
 
     def timeline(self) -> Timeline:
         """The whole step, action by action."""
         return self._simulated(self.microbatches, True, True, True)
 
-    def counts(self, rank: int) -> tuple[dict[int, float], dict[int, float]]:
-        """How often a pipeline rank gathers, and how often it reduces, the units of each of its stages in a step."""
-        s, few = self.strategy, self.repeated[1]
-        once = {"gather": s.zero < 3 or s.gather == "step", "reduce": s.zero < 2}
-        found: dict[str, dict[int, float]] = {"gather": {}, "reduce": {}}
-        for action in self._schedule(few).ranks[rank]:
-            if action.kind in found:
-                times = 1.0 if once[action.kind] else self.microbatches / few
-                line = found[action.kind]
-                line[action.stage] = line.get(action.stage, 0.0) + times
-        return found["gather"], found["reduce"]
-
     @cached_property
     def repeated(self) -> tuple[int, int]:
         """Rounds of as many microbatches as pipeline ranks that need not be played, and the microbatches that are."""
         rounds = rounds_left_out(self.strategy, self.microbatches)
         return rounds, self.microbatches - rounds * self.strategy.pp
+
+    def _end_s(self, microbatches: int, gathers: bool, reduces: bool, messages: bool) -> float:
+        if self.blocking and messages and self.strategy.pp > 1:
+            return self._simulated(microbatches, gathers, reduces, messages).makespan_s
+        nothing = (0.0,) * len(self.stages)
+        arrives, wire = self._messages if messages and self.strategy.pp > 1 else (2 * nothing, 2 * nothing)
+        phases = self.times.phases
+        seconds = Seconds(
+            computes=[
+                *(one.forward for one in phases),
+                *(one.backward for one in phases),
+                *(one.input for one in phases),
+                *(one.weight for one in phases),
+            ],
+            gather=self.times.gather if gathers else nothing,
+            reduce=self.times.reduce if reduces else nothing,
+            units=self.units,
+            arrives=arrives,
+            wire=wire,
+            overlap=self.overlap,
+        )
+        return program_of(self.strategy, microbatches).makespan_s(seconds)
+
+    @cached_property
+    def _messages(self) -> tuple[list[float], list[float]]:
+        """Until a message of each stage has arrived, and is off the wire: to the next stage, then to the one before."""
+        s, last = self.strategy, len(self.stages) - 1
+        lies = stage_ranks(s.schedule, s.pp, s.virtual_stages)
+        edges = [stage.blocks[-1].output_bytes * s.microbatch for stage in self.stages]
+        arrives, wire = [0.0] * (2 * last + 2), [0.0] * (2 * last + 2)
+        for stage in range(last):
+            for source, target, place in ((stage, stage + 1, stage), (stage + 1, stage, last + 1 + stage + 1)):
+                link = self._link(lies[source], lies[target])
+                wire[place] = edges[stage] / link.bytes_per_s
+                arrives[place] = wire[place] + link.latency_s
+        return arrives, wire
 
     def _simulated(self, microbatches: int, gathers: bool, reduces: bool, messages: bool) -> Timeline:
         edges = [stage.blocks[-1].output_bytes * self.strategy.microbatch for stage in self.stages]
@@ -114,10 +139,19 @@ class Play:
 
     def _schedule(self, microbatches: int) -> Schedule:
         s = self.strategy
-        replicated, sharded = s.dp * s.cp > 1, shard_group(s) > 1
-        zero = (s.zero if sharded else 0, 1 + sharded, 1 + replicated)
-        variant = (s.gather, s.reduce) if sharded else ("auto", "auto")
-        found = unchecked_schedule(s.schedule, s.pp, microbatches, s.virtual_stages, zero, variant)
+        zero, variant = _collected(s)
+        found = make_schedule(
+            s.schedule,
+            ranks=s.pp,
+            microbatches=microbatches,
+            virtual_stages=s.virtual_stages,
+            zero=zero[0],
+            shard=zero[1],
+            dp=zero[2],
+            gather=variant[0],
+            reduce=variant[1],
+            check=False,
+        )
         return replace(found, units=self.units)  # where units are placed does not depend on how many there are
 
     def _link(self, source: int, target: int) -> Link:
@@ -137,11 +171,31 @@ def rounds_left_out(strategy: Strategy, microbatches: int) -> int:
     return (microbatches - steady) // strategy.pp
 
 
-def stage_ranks(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """The pipeline rank of each stage: dealt out in turn, or laid out as a V."""
-    count = ranks * virtual_stages
-    folded = schedule in FOLDED
-    return tuple(n % ranks if n < ranks or not folded else count - 1 - n for n in range(count))
+def program_of(strategy: Strategy, microbatches: int) -> Program:
+    """The schedule of a strategy as it is played."""
+    return program(strategy.schedule, strategy.pp, microbatches, strategy.virtual_stages, *_collected(strategy))
+
+
+def unit_counts(strategy: Strategy, microbatches: int, rank: int) -> tuple[dict[int, int], dict[int, int]]:
+    """How often a pipeline rank gathers, and how often it reduces, the units of each of its stages in a step.
+
+    Once a schedule is steady, each further round of as many microbatches as ranks adds the same to every count.
+    """
+    rounds = rounds_left_out(strategy, microbatches)
+    most = program_of(strategy, microbatches - rounds * strategy.pp)
+    less = program_of(strategy, microbatches - (rounds + 1) * strategy.pp) if rounds else most
+    gathers, reduces = (
+        {stage: count + rounds * (count - few[stage]) for stage, count in many.items()}
+        for many, few in ((most.gathers[rank], less.gathers[rank]), (most.reduces[rank], less.reduces[rank]))
+    )
+    return gathers, reduces
+
+
+def _collected(strategy: Strategy) -> tuple[tuple[int, int, int], tuple[str, str]]:
+    """Of ZeRO what a schedule depends on: the stage, the group that shards, the one that reduces; when each is done."""
+    sharded, replicated = shard_group(strategy) > 1, strategy.dp * strategy.cp > 1
+    zero = (strategy.zero if sharded else 0, 1 + sharded, 1 + replicated)
+    return zero, (strategy.gather, strategy.reduce) if sharded else ("auto", "auto")
 
 
 def least_s(strategy: Strategy, phases: Sequence[Phases], microbatches: int) -> float:
@@ -159,32 +213,3 @@ def least_s(strategy: Strategy, phases: Sequence[Phases], microbatches: int) -> 
         entries[rank] = min(entries[rank], passed)
         passed += one.forward + (0.0 if split else one.backward)
     return max(microbatches * load + entry for load, entry in zip(loads, entries, strict=True))
-
-
-@lru_cache(maxsize=256)
-def unchecked_schedule(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    virtual: int,
-    zero: tuple[int, int, int],
-    variant: tuple[str, str],
-) -> Schedule:
-    """A schedule that prices of many strategies share; whether it is sound is not looked at again.
-
-    Args:
-        zero: the stage, the size of the shard group, and that of the group that reduces gradients.
-        variant: when units are gathered, and when reduced.
-    """
-    return make_schedule(
-        name,
-        ranks=ranks,
-        microbatches=microbatches,
-        virtual_stages=virtual,
-        zero=zero[0],
-        shard=zero[1],
-        dp=zero[2],
-        gather=variant[0],
-        reduce=variant[1],
-        check=False,
-    )

@@ -10,7 +10,7 @@ from meshwright.cost.compute import Phases, Speeds, speeds
 from meshwright.cost.links import Collective, Placement, collective_s
 from meshwright.cost.memory import recomputed_blocks
 from meshwright.cost.offload import Streams, offload_streams
-from meshwright.cost.play import Play, StageTimes, stage_ranks
+from meshwright.cost.play import Play, StageTimes, stage_ranks, unit_counts
 from meshwright.cost.simulate import Timeline
 from meshwright.cost.stage_work import StageWork, Workshop
 from meshwright.cost.stages import Stage, cut
@@ -260,7 +260,8 @@ class StepTime:
         if not self._overlap or self._waits:
             return 0.0, 0.0
         found = []
-        for counts, of in zip(self._play.counts(self._busiest), (self._gather_s, self._reduce_s), strict=True):
+        counted = unit_counts(self.strategy, self.microbatches, self._busiest)
+        for counts, of in zip(counted, (self._gather_s, self._reduce_s), strict=True):
             found.append(sum(times * of(self._stages[stage], moved=True) for stage, times in counts.items()))
         contention = self._speeds[self._busiest].reached.contention
         return contention * found[0], contention * found[1]

@@ -94,6 +94,13 @@ class Zero:
                 placed.append(Action("release", action.stage, action.microbatch))
         return placed
 
+    def around(self, computes: list[Action]) -> tuple[set[int], set[int]]:
+        """Of a rank's compute actions those before which their stage is gathered, and after which it is reduced, by
+        their places, where every stage has units."""
+        every = list(range(len(computes)))
+        gathers = self._gathers(computes, every)[0] if self.sharded else set()
+        return gathers, self._reduces(computes, every) if self.reduces else set()
+
     def _gathers(self, actions: list[Action], computes: list[int]) -> tuple[set[int], set[int]]:
         """Before which actions stages are gathered, and after which they are released."""
         if self.gather == "unit":
