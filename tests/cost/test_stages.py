@@ -271,7 +271,7 @@ def test_many_microbatches_hold_what_enough_of_them_do(schedule: str, monkeypatc
         return found
 
     few, many = peaks(96), peaks(999_999)
-    monkeypatch.setattr("meshwright.cost.memory._STEADY", 1000)
+    monkeypatch.setattr("meshwright.cost.occasions._STEADY", 1000)
     assert few == many == peaks(96)
 
 

@@ -6,7 +6,6 @@ from collections import Counter
 
 from meshwright.cost.memory import RankMemory, StepMemory
 from meshwright.cost.play import stage_ranks, unit_counts
-from meshwright.cost.states import shard_group
 from meshwright.spec import DTYPE_BYTES, Job, ModelSpec, Strategy
 
 __all__ = ["count_collectives"]

@@ -1,44 +1,29 @@
 """How long a schedule takes, and nothing else: what `simulate` finds as the makespan, at a tenth of its time.
 
-A schedule's compute actions are put once into an order in which each comes after what it waits for. Playing them is then
-one loop over numbers, whatever the seconds are; `tests/cost/test_makespan.py` holds it to `simulate`, to the last bit.
+A schedule's compute actions are put once into an order in which each comes after what it waits for. Playing them is
+then one loop over numbers, whatever the seconds; `tests/cost/test_makespan.py` holds it to `simulate`, to the last bit.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.errors import PlanError
-from meshwright.schedule import FOLDED, compute_orders
+from meshwright.schedule import COMPUTE, FOLDED, compute_orders
+from meshwright.schedule.collector import collector_paused
 from meshwright.schedule.orders import Orders
 from meshwright.schedule.units import Zero
 
 __all__ = ["Program", "Seconds", "program", "stage_ranks"]
 
-_KINDS = ("forward", "backward", "backward-input", "backward-weight")
-
-
-class _Step(NamedTuple):
-    """One compute action.
-
-    Attributes:
-        work: its place in the seconds of all kinds and stages.
-        needs, gives: the numbers of the messages it waits for, and sends; the last number stands for none.
-        wire: the wire it sends on; `message` its place in the seconds of messages.
-        mark: the place of what is gathered and reduced around it; 0 for nothing.
-    """
-
-    rank: int
-    work: int
-    needs: int
-    gives: int
-    wire: int
-    message: int
-    mark: int
+#: One compute action: its rank; its place in the seconds of all kinds and stages; the numbers of the message it waits
+#: for (the last one for none) and of the one it sends (-1 for none); the wire that goes over, and its place in the
+#: seconds of messages.
+Step = tuple[int, int, int, int, int, int]
 
 
 class _Mark(NamedTuple):
@@ -83,14 +68,15 @@ class Program:
     """A schedule in an order in which it can be played.
 
     Attributes:
+        marks: by step, the place in `around` of what is gathered and reduced around it; 0 for nothing.
         gathers, reduces: by rank, how often each of its stages is.
     """
 
     ranks: int
-    places: int
-    wires: int
-    steps: tuple[_Step, ...]
-    marks: tuple[_Mark, ...]
+    messages: int
+    steps: list[Step]
+    marks: list[int]
+    around: tuple[_Mark, ...]
     gathers: tuple[Counter[int], ...]
     reduces: tuple[Counter[int], ...]
 
@@ -98,18 +84,17 @@ class Program:
         """Seconds from the first action to the end of the last. One loop with no calls, for there are many steps."""
         computes, until, on_wire = seconds.computes, seconds.arrives, seconds.wire
         gather, reduce, units, overlap = seconds.gather, seconds.reduce, seconds.units, seconds.overlap
-        marks, ranks = self.marks, self.ranks
+        around, ranks = self.around, self.ranks
         now, free = [0.0] * ranks, [0.0] * ranks
         # Of the action that comes next on a rank: when its first unit is gathered, and when all are.
         first, every = [0.0] * ranks, [0.0] * ranks
-        wires, arrived = [0.0] * self.wires, [-1.0] * (self.places + 1)
-        none = self.places
-        for rank, work, needs, gives, wire, message, mark in self.steps:
+        wires, arrived = [0.0] * ranks**2, [-1.0] * (self.messages + 1)
+        for (rank, work, needs, gives, wire, message), mark in zip(self.steps, self.marks, strict=True):
             start, here = arrived[needs], now[rank]
             if not mark:
                 end = (start if start > here else here) + computes[work]
             else:
-                stage, gathers, begins, ahead, reduces = marks[mark]
+                stage, gathers, begins, ahead, reduces = around[mark]
                 count = units[stage]
                 if gathers and (begins or not overlap):
                     begun = max(free[rank], here)
@@ -133,7 +118,7 @@ class Program:
                 elif reduces:
                     end += reduce[stage]
             now[rank] = end
-            if gives != none:
+            if gives >= 0:
                 leaves = wires[wire]
                 if leaves < end:
                     leaves = end
@@ -165,75 +150,73 @@ def program(
     """
     plain, orders = _plain(name, ranks, microbatches, virtual)
     units = Zero(zero=zero[0], shard=zero[1], dp=zero[2], gather=variant[0], reduce=variant[1], window=ranks)
-    marks, by_rank = [_Mark(0, False, False, -1, False)], []
-    gathers, reduces = [], []
-    numbers = {marks[0]: 0}
+    around = {_Mark(0, False, False, -1, False): 0}
+    lines, gathers, reduces = [], [], []
     for order in orders:
         gathered, reduced = units.around(order)
         line, last = [0] * len(order), len(order) - 1
-        for index, action in enumerate(order):
+        for index in sorted({*gathered, *reduced, *(index - 1 for index in gathered if index)}):
             ahead = order[index + 1].stage if index < last and index + 1 in gathered else -1
-            if ahead >= 0 or index in gathered or index in reduced:
-                mark = _Mark(action.stage, index in gathered, index == 0, ahead, index in reduced)
-                if mark not in numbers:
-                    numbers[mark] = len(marks)
-                    marks.append(mark)
-                line[index] = numbers[mark]
-        by_rank.append(iter(line))
+            mark = _Mark(order[index].stage, index in gathered, index == 0, ahead, index in reduced)
+            line[index] = around.setdefault(mark, len(around))
+        lines.append(iter(line))
         gathers.append(Counter(order[index].stage for index in gathered))
         reduces.append(Counter(order[index].stage for index in reduced))
-    steps = plain.steps
-    if len(marks) > 1:
-        steps = tuple(_Step(*step[:-1], next(by_rank[step[0]])) for step in steps)
-    return Program(ranks, plain.places, plain.wires, steps, tuple(marks), tuple(gathers), tuple(reduces))
+    marks = [next(lines[step[0]]) for step in plain.steps] if len(around) > 1 else plain.marks
+    return replace(plain, marks=marks, around=tuple(around), gathers=tuple(gathers), reduces=tuple(reduces))
 
 
 @lru_cache(maxsize=128)
+@collector_paused()
 def _plain(name: str, ranks: int, microbatches: int, virtual: int) -> tuple[Program, Orders]:
     """A schedule without what is gathered and reduced, and its compute orders."""
     orders = compute_orders(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual)
-    lies, m = stage_ranks(name, ranks, len({a.stage for order in orders for a in order}) // ranks), microbatches
-    stages, places = len(lies), len(lies) * m
-    none, last, steps = 2 * places, len(lies) - 1, list[_Step]()
-    # What is made once, by the number of the message that carries it, on the same rank too.
-    made = bytearray(2 * places + 1)
-    made[:m] = made[2 * places - m : 2 * places] = b"\1" * m
-    made[none] = 1
-    ready, position, waiting = list(range(ranks)), [0] * ranks, dict[int, int]()
+    count = sum(len({action.stage for action in order}) for order in orders)
+    none = 2 * count * microbatches
+    kinds = _kinds(stage_ranks(name, ranks, count // ranks), ranks, microbatches)
+    # What is made, by the number of the message that carries it, on the same rank too.
+    made = bytearray(none)
+    made[:microbatches] = made[none - microbatches :] = b"\1" * microbatches
+    ready, position, waiting, steps = list(range(ranks)), [0] * ranks, dict[int, int](), list[Step]()
     while ready:
         rank = ready.pop()
-        order = orders[rank]
-        while position[rank] < len(order):
-            kind, stage, microbatch, _, _, _ = order[position[rank]]
-            number, needs, gives, onward = _KINDS.index(kind), none, none, True
-            if kind == "forward":
-                needs = stage * m + microbatch
-                gives = needs + m if stage < last else none
-            elif kind != "backward-weight":
-                needs, onward = places + stage * m + microbatch, False
-                gives = needs - m if stage else none
-            if not made[needs]:
-                waiting[needs] = rank
+        order, at = orders[rank], position[rank]
+        for at in range(position[rank], len(order)):
+            kind, stage, k, _, _, _ = order[at]
+            work, needs, gives, comes, sent, wire, message = kinds[kind, stage]
+            if needs >= 0 and not made[needs + k]:
+                waiting[needs + k], position[rank] = rank, at
                 break
-            position[rank] += 1
-            peer = lies[stage + 1 if onward else stage - 1] if gives != none else rank
-            message = stage if onward else stages + stage
-            comes = needs if needs != none and _comes(lies, stage, onward) else none
-            sent = gives if peer != rank else none
-            steps.append(_Step(rank, number * stages + stage, comes, sent, rank * ranks + peer, message, 0))
-            made[gives] = 1
-            if gives in waiting:
-                ready.append(waiting.pop(gives))
+            steps.append((rank, work, comes + k if comes >= 0 else none, sent + k if sent >= 0 else -1, wire, message))
+            if gives >= 0:
+                made[gives + k] = 1
+                if gives + k in waiting:
+                    ready.append(waiting.pop(gives + k))
     if waiting:
         raise PlanError(
             f"schedule {name} stops: ranks {', '.join(map(str, sorted(waiting.values())))} wait for ever",
             why="what they wait for is never sent, or they wait for each other",
             fix="validate the schedule, which names the fault",
         )
-    return Program(ranks, none, ranks * ranks, tuple(steps), (), (), ()), orders
+    return Program(ranks, none, steps, [0] * len(steps), (), (), ()), orders
 
 
-def _comes(lies: tuple[int, ...], stage: int, onward: bool) -> bool:
-    """Whether what an action of a stage needs comes from another rank."""
-    before = stage - 1 if onward else stage + 1
-    return 0 <= before < len(lies) and lies[before] != lies[stage]
+def _kinds(lies: tuple[int, ...], ranks: int, m: int) -> dict[tuple[str, int], tuple[int, ...]]:
+    """By kind and stage, but for the microbatch: what an action computes; the messages it needs and gives, the same
+    where they go between ranks, -1 for none; the wire, and the place of what it sends in the seconds of messages."""
+    count, found = len(lies), dict[tuple[str, int], tuple[int, ...]]()
+    for stage, rank in enumerate(lies):
+        for number, kind in enumerate(COMPUTE):
+            work = number * count + stage
+            if kind == "backward-weight":
+                found[kind, stage] = work, -1, -1, -1, -1, 0, 0
+                continue
+            base, onward = (0, 1) if kind == "forward" else (count * m, -1)
+            other, before = stage + onward, stage - onward
+            needs = base + stage * m
+            gives = base + other * m if 0 <= other < count else -1
+            comes = needs if 0 <= before < count and lies[before] != rank else -1
+            sent = gives if gives >= 0 and lies[other] != rank else -1
+            wire = rank * ranks + lies[other] if sent >= 0 else 0
+            found[kind, stage] = work, needs, gives, comes, sent, wire, stage if onward > 0 else count + stage
+    return found

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, partial
+from operator import mul
 from typing import NamedTuple
 
 from meshwright.cost.held import adapted, stage_moments
+from meshwright.cost.makespan import stage_ranks
 from meshwright.cost.moments import Moment, StageMoments
+from meshwright.cost.occasions import Occasion, Occasions, Progress, occasions
 from meshwright.cost.stages import Stage, cut
-from meshwright.schedule import compute_orders
 from meshwright.spec import Job, ModelSpec, Strategy
 from meshwright.spec.conventions import Convention
 
@@ -19,29 +19,11 @@ __all__ = ["CATEGORIES", "RankMemory", "StepMemory", "recomputed_blocks"]
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits")
 
-#: Schedules that hold every microbatch of a step at once. The others repeat themselves: after so many microbatches a
-#: stage no moment is new.
-_ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
-_STEADY = 4
-_NOTHING = (0, 0)
-#: Actions of one rank in order: kind, stage, microbatch.
-Actions = Iterable[tuple[str, int, int]]
-
 
 def recomputed_blocks(model: ModelSpec, strategy: Strategy) -> int:
     """How many of the first layers recompute."""
     layers = len(model.layers)
     return 0 if strategy.recompute == "none" else min(strategy.recompute_blocks or layers, layers)
-
-
-@dataclass
-class _Progress:
-    """How far one stage is in the step, and what its microbatches in flight hold."""
-
-    forwards: int = 0
-    inputs: int = 0
-    backwards: int = 0
-    held: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class _Situation(NamedTuple):
@@ -65,9 +47,13 @@ class RankMemory:
         gathers_in_flight: units that ZeRO-3 gathers at once at most.
     """
 
-    def __init__(self, stages: tuple[Stage, ...], moments: dict[int, StageMoments], actions: Actions) -> None:
+    def __init__(
+        self, stages: tuple[Stage, ...], moments: dict[int, StageMoments], find: Callable[[], Occasions]
+    ) -> None:
         self.stages = stages
-        self._moments, self._actions = moments, actions
+        self._moments, self._find = moments, find
+        self._places = {stage.index: at for at, stage in enumerate(stages)}
+        self._besides: dict[tuple[int, tuple[Progress, ...]], Moment] = {}
         states = [stage.states for stage in moments.values()]
         self.parameters = sum(state.parameters for state in states)
         self.cut_parameters = sum(state.parameters for state in states if state.cut)
@@ -82,34 +68,36 @@ class RankMemory:
         """Bytes of activations on the host, at most: those of the microbatches in flight."""
         if not any(stage.sent for stage in self._moments.values()):
             return 0
-        held = most = 0
-        for kind, stage, _ in self._actions:
-            if kind != "backward-weight":
-                held += self._moments[stage].sent * (1 if kind == "forward" else -1)
-            most = max(most, held)
-        return most
+        sent = [self._moments[stage.index].sent for stage in self.stages]
+        return max(
+            sum(map(mul, held, sent)) + self._moments[one.stage].sent
+            for one, lines in self._occasions.items()
+            if one.kind == "forward"
+            for held in lines
+        )
+
+    @cached_property
+    def _occasions(self) -> Occasions:
+        return self._find()
 
     @cached_property
     def peak(self) -> Moment:
         """The moment with the most bytes; the first one of equals."""
         # Of actions that differ only in what lies beside them, the one with the most beside it is enough.
-        fullest: dict[_Situation, Moment] = {}
-        totals: dict[_Situation, int] = {}
-        for situation, others, activations, logits in self._walk():
-            total = others.total + activations + logits
-            if total > totals.get(situation, -1):
-                fullest.pop(situation, None)  # put back behind the others: they stay in the order of the step
-                fullest[situation] = others._replace(activations=activations, logits=logits)
-                totals[situation] = total
-        most, found = -1, None
-        for situation, beside in fullest.items():
-            more = beside.total
-            for moment in self._inside(situation):
-                total = more + moment.gradients + moment.gathered + moment.activations + moment.logits
-                if total > most:
-                    most, found = total, (moment, beside)
-        ending = self._ending()
-        return ending if found is None or ending.total > most else found[0].plus(found[1])
+        stages = [self._moments[index] for index in self._places]
+        sizes = [sum(stage.kept) for stage in stages] + [stage.waiting for stage in stages]
+        fullest: dict[_Situation, tuple[int, int, Occasion, tuple[int, ...]]] = {}
+        for occasion, lines in self._occasions.items():
+            most, first, held = max((sum(map(mul, line, sizes)), -number, line) for line, number in lines.items())
+            situation, total = self._situation(occasion), self._beside(occasion).total + most
+            if situation not in fullest or (total, first) > fullest[situation][:2]:
+                fullest[situation] = total, first, occasion, held
+        # The first of equals in the order of the step.
+        largest = {situation: self._largest(situation) for situation in fullest}
+        whole = {key: (total + largest[key].total, first) for key, (total, first, *_) in fullest.items()}
+        found = max(whole, key=whole.__getitem__)
+        ending, inside = self._ending(), largest[found].plus(self._flying(*fullest[found][2:]))
+        return ending if ending.total > inside.total else inside
 
     @property
     def peak_bytes(self) -> int:
@@ -137,53 +125,48 @@ class RankMemory:
 
     def moments(self) -> Iterator[Moment]:
         """Every moment of a step that differs from those before it."""
+        order = sorted(
+            (number, occasion, held) for occasion, lines in self._occasions.items() for held, number in lines.items()
+        )
         seen = set()
-        for both in self._situations():
+        for _, occasion, held in order:
+            both = self._situation(occasion), self._flying(occasion, held)
             if both not in seen:
                 seen.add(both)
                 yield from (moment.plus(both[1]) for moment in self._inside(both[0]))
         yield self._ending()
 
-    def _situations(self) -> Iterator[tuple[_Situation, Moment]]:
-        """Every action in order, and what is there besides: other microbatches of its stage, and the other stages."""
-        for situation, others, activations, logits in self._walk():
-            yield situation, others._replace(activations=activations, logits=logits)
+    def _situation(self, occasion: Occasion) -> _Situation:
+        kind, stage, first, last, progress = occasion
+        now = progress[self._places[stage]]
+        earlier = now.backwards or (self._moments[stage].fused and now.halves)
+        return _Situation(kind, stage, first, earlier, last)
 
-    def _walk(self) -> Iterator[tuple[_Situation, Moment, int, int]]:
-        """Every action in order; what other stages hold beside it, and activations and logits of other microbatches.
-        One loop with few calls, for a search walks through many schedules."""
-        order = list(self._actions)
-        total = Counter(stage for kind, stage, _ in order if kind == "forward")
-        progress = {stage: _Progress() for stage in self._moments}
-        states = dict.fromkeys(self._moments, (False, False, False))
-        idle = {index: stage.idle(begun=False, ended=False, earlier=False) for index, stage in self._moments.items()}
-        others: dict[int, Moment] = {}  # by stage: what the other stages hold, until one of them changes
-        activations = logits = 0  # of all microbatches in flight
-        for kind, index, microbatch in order:
-            stage, mine = self._moments[index], progress[index]
-            own = mine.held.pop(microbatch, _NOTHING)
-            activations, logits = activations - own[0], logits - own[1]
-            if index not in others:
-                others[index] = _sum("", (other for number, other in idle.items() if number != index))
-            last = mine.backwards == total[index] - 1
-            earlier = mine.backwards > 0 or (stage.fused and mine.inputs > 0)
-            yield _Situation(kind, index, mine.forwards == 0, earlier, last), others[index], activations, logits
-            if kind == "forward":
-                mine.forwards += 1
-                own = mine.held[microbatch] = stage.kept
-            elif kind == "backward-input":
-                mine.inputs += 1
-                own = mine.held[microbatch] = stage.waiting, 0
-            else:
-                mine.backwards += 1
-                own = _NOTHING
-            activations, logits = activations + own[0], logits + own[1]
-            earlier = mine.backwards > 0 or (stage.fused and mine.inputs > 0)
-            state = mine.forwards > 0, mine.backwards == total[index], earlier
-            if state != states[index]:
-                states[index] = state
-                idle[index] = stage.idle(begun=state[0], ended=state[1], earlier=state[2])
-                others.clear()
+    def _beside(self, occasion: Occasion) -> Moment:
+        """What the other stages hold besides microbatches in flight."""
+        key = occasion.stage, occasion.progress
+        if key not in self._besides:
+            stages = zip(self._places, occasion.progress, strict=True)
+            others = (self._moments[index].after(there) for index, there in stages if index != occasion.stage)
+            self._besides[key] = _sum("", others)
+        return self._besides[key]
+
+    def _flying(self, occasion: Occasion, held: tuple[int, ...]) -> Moment:
+        """The same, with the microbatches in flight."""
+        stages = [self._moments[index] for index in self._places]
+        kept = [stage.kept for stage in stages]
+        activations = sum(map(mul, held, [*(one for one, _ in kept), *(stage.waiting for stage in stages)]))
+        logits = sum(map(mul, held, (one for _, one in kept)))
+        return self._beside(occasion)._replace(activations=activations, logits=logits)
+
+    def _largest(self, situation: _Situation) -> Moment:
+        """The moment inside an action with the most bytes; the first one of equals. Stages that are alike share it."""
+        kind, index, first, earlier, last = situation
+        known = self._moments[index].largest
+        key = kind, first, earlier, last
+        if key not in known:
+            known[key] = max(self._inside(situation), key=_total)
+        return known[key]
 
     def _inside(self, situation: _Situation) -> Iterator[Moment]:
         kind, index, first, earlier, last = situation
@@ -214,15 +197,22 @@ class StepMemory:
         self.microbatches = strategy.microbatches(job.global_batch)
         self.stages = cut(model, strategy)
         recomputed = recomputed_blocks(model, strategy)
-        moments = {}
+        moments, alike = {}, dict[tuple[object, ...], StageMoments]()
         for stage in self.stages:
             layers = sum(block.kind == "layer" for block in stage.blocks)
-            moments[stage.index] = stage_moments(stage, job, strategy, convention, recomputed=min(recomputed, layers))
-            recomputed -= min(recomputed, layers)
-        self.ranks = tuple(
-            RankMemory(tuple(self.stages[i] for i in held), {i: moments[i] for i in held}, actions)
-            for held, actions in _by_rank(strategy, self.microbatches)
-        )
+            here = min(recomputed, layers)
+            recomputed -= here
+            key = (stage.alike or stage.index, stage.loss_bytes, here)
+            if key not in alike:
+                alike[key] = stage_moments(stage, job, strategy, convention, recomputed=here)
+            moments[stage.index] = alike[key]
+        lies = stage_ranks(strategy.schedule, strategy.pp, strategy.virtual_stages)
+        ranks = []
+        for rank in range(strategy.pp):
+            held = tuple(stage for stage in self.stages if lies[stage.index] == rank)
+            find = partial(occasions, strategy.schedule, strategy.pp, self.microbatches, strategy.virtual_stages, rank)
+            ranks.append(RankMemory(held, {stage.index: moments[stage.index] for stage in held}, find))
+        self.ranks = tuple(ranks)
         self.moments_of = moments
 
     @cached_property
@@ -231,25 +221,8 @@ class StepMemory:
         return max(self.ranks, key=lambda rank: rank.peak_bytes)
 
 
-def _by_rank(strategy: Strategy, microbatches: int) -> Iterator[tuple[list[int], Actions]]:
-    """The stages of each pipeline rank, and its actions."""
-    if strategy.pp == 1:
-        # The third of many microbatches finds what the second did: three are enough.
-        few = range(min(microbatches, 3))
-        yield [0], [(kind, 0, k) for k in few for kind in ("forward", "backward")]
-        return
-    steady = _STEADY * strategy.pp * strategy.virtual_stages
-    if strategy.schedule in _ALL_IN_FLIGHT or microbatches % strategy.pp:
-        steady = microbatches
-    for order in _orders(strategy.schedule, strategy.pp, min(microbatches, steady), strategy.virtual_stages):
-        yield sorted({stage for _, stage, _ in order}), order
-
-
-@lru_cache(maxsize=64)  # a search looks at many strategies of one schedule
-def _orders(name: str, ranks: int, microbatches: int, virtual: int) -> tuple[tuple[tuple[str, int, int], ...], ...]:
-    """The compute actions of each rank: kind, stage, microbatch."""
-    orders = compute_orders(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual)
-    return tuple(tuple((action.kind, action.stage, action.microbatch) for action in actions) for actions in orders)
+def _total(moment: Moment) -> int:
+    return moment.total
 
 
 def _sum(phase: str, parts: Iterable[Moment]) -> Moment:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from meshwright.cost.occasions import Progress
 from meshwright.cost.stages import Stage
 from meshwright.cost.states import States
 from meshwright.spec import DTYPE_BYTES, BlockSpec, Job, Strategy
@@ -54,6 +55,8 @@ class StageMoments:
 
     def __init__(self, stage: Stage, job: Job, strategy: Strategy, *, recomputed: int) -> None:
         self.states = States(stage.blocks, job, strategy)
+        #: The largest moment of an action, once it is known.
+        self.largest: dict[tuple[object, ...], Moment] = {}
         self._strategy, self._recomputed = strategy, recomputed
         self._s, self._c = DTYPE_BYTES[job.param_dtype], DTYPE_BYTES[job.compute_dtype]
         self._r = DTYPE_BYTES[job.reduce_dtype]
@@ -180,6 +183,11 @@ class StageMoments:
         gradients = self._s * self.states.train.all
         sharded = self.states.sharded
         return Moment("optimizer", gradients, gradients if sharded else 0, 0 if sharded else self._copies(), 0, 0)
+
+    def after(self, progress: Progress) -> Moment:
+        """What this stage holds while another action runs, so far in the step."""
+        earlier = progress.backwards or (self.fused and progress.halves)
+        return self.idle(begun=progress.begun, ended=progress.ended, earlier=earlier)
 
     def idle(self, *, begun: bool, ended: bool, earlier: bool) -> Moment:
         """What this stage holds while another action runs: gathered parameters and gradients.

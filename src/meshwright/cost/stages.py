@@ -17,13 +17,15 @@ __all__ = ["Stage", "cut", "even_layers"]
 class Stage:
     """One stage: its number over all ranks, its blocks in forward order, and what the loss keeps where it is the last.
 
-    `copied_parameters` counts elements of a tied weight that another stage owns: this stage holds a copy.
+    `copied_parameters` counts elements of a tied weight that another stage owns: this stage holds a copy. `alike` are
+    the kinds of its blocks (`ModelSpec.kinds`), which stages that cost the same share; empty where it holds a copy.
     """
 
     index: int
     blocks: tuple[BlockSpec, ...]
     loss_bytes: int = 0
     copied_parameters: int = 0
+    alike: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -68,7 +70,8 @@ def cut(model: ModelSpec, strategy: Strategy) -> tuple[Stage, ...]:
         # A schedule that is laid out as a V has its first and its last stage on one rank: it needs no copy.
         apart = count > 1 and not (strategy.schedule in FOLDED and index == count - 1)
         own, copied = _with_copies(blocks, model) if apart else (tuple(blocks), 0)
-        stages.append(Stage(index, own, model.loss_bytes if index == count - 1 else 0, copied))
+        alike = () if copied else model.kinds[start:end]
+        stages.append(Stage(index, own, model.loss_bytes if index == count - 1 else 0, copied, alike))
     return tuple(stages)
 
 

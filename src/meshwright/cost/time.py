@@ -73,6 +73,8 @@ class StepTime:
         self.microbatches = strategy.microbatches(job.global_batch)
         self._placement = Placement(cluster, strategy)
         self._stages = cut(model, strategy)
+        #: Seconds of collectives of a stage's units; stages that are alike share them.
+        self._sent: dict[tuple[object, ...], float] = {}
         #: On a CPU a collective is computed by the core that it would run beside.
         self._overlap = (convention is None or convention.overlap) and cluster.device_kind != "cpu"
 
@@ -176,14 +178,18 @@ class StepTime:
         shop = Workshop(self.model, self.job, s, self._placement, self._convention)
         left, found = recomputed_blocks(self.model, s), []
         ranks = stage_ranks(s.schedule, s.pp, s.virtual_stages)
+        alike: dict[tuple[object, ...], StageWork] = {}
         for stage, rank in zip(self._stages, ranks, strict=True):
             layers = sum(block.kind == "layer" for block in stage.blocks)
             here = min(left, layers)
             left -= here
-            work = shop.stage(stage, here, self._speeds[rank])
-            if self._waits:
-                work.add("parameter gathers", Phases(self._gather_s(stage), self._gather_s(stage), 0.0))
-            found.append(work)
+            key = (stage.alike or stage.index, stage.loss_bytes, here, id(self._speeds[rank]))
+            if key not in alike:
+                work = shop.stage(stage, here, self._speeds[rank])
+                if self._waits:
+                    work.add("parameter gathers", Phases(self._gather_s(stage), self._gather_s(stage), 0.0))
+                alike[key] = work
+            found.append(alike[key])
         return tuple(found)
 
     @property
@@ -239,6 +245,12 @@ class StepTime:
 
     def _sent_s(self, kind: Collective, stage: Stage, each: float, dimension: str, *, moved: bool = False) -> float:
         """Seconds of a collective of every unit of a stage; `moved`: of its bytes alone, on the link inside a node."""
+        key = (stage.alike or stage.index, kind, dimension, each, moved)
+        if key not in self._sent:
+            self._sent[key] = self._send_s(kind, stage, each, dimension, moved)
+        return self._sent[key]
+
+    def _send_s(self, kind: Collective, stage: Stage, each: float, dimension: str, moved: bool) -> float:
         units = self._units[stage.index]
         host = 0.0
         if self._sharded and not moved and not self._speeds[0].asynchronous:

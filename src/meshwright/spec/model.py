@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Literal, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple
 
 from meshwright.errors import ConfigError
 from meshwright.spec.layout import Layout
@@ -210,10 +210,22 @@ class ModelSpec:
         """Parameter elements, tied weights once."""
         return sum(block.parameters for block in self.blocks)
 
-    @property
+    @cached_property
     def layers(self) -> tuple[BlockSpec, ...]:
         """The repeated blocks, in order."""
         return tuple(block for block in self.blocks if block.kind == "layer")
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """A number for each block, which blocks share that differ in nothing but their names."""
+        known: list[dict[str, Any]] = []
+        found = []
+        for block in self.blocks:
+            figures = block.__dict__ | {"name": ""}
+            if figures not in known:
+                known.append(figures)
+            found.append(known.index(figures))
+        return tuple(found)
 
     @property
     def root_parameters(self) -> int:
