@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -47,7 +48,11 @@ def test_floors_lie_below_prices(name: str, machines: str, dtype: Dtype) -> None
         assert floors.strategy_s(strategy) <= step_s, str(settled)
         assert floors.work_s(strategy.world_size) <= step_s, str(settled)
         assert floors.bytes(strategy) <= memory.worst.total_bytes, str(settled)
-        assert floors.states_bytes(strategy) <= memory.worst.total_bytes, str(settled)
+        for policy in ("selective", "full"):  # the settled strategy recomputes as much, or less
+            lean = replace(strategy, recompute=policy, recompute_blocks=0)
+            if strategy.recompute in ("none", policy):
+                assert floors.least_bytes(lean) <= memory.worst.total_bytes, str(settled)
+                assert floors.microbatch_bytes(lean, policy) <= memory.worst.total_bytes, str(settled)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.errors import ConfigError, RankFailure

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from click.testing import CliRunner, Result
 
 from meshwright.cli import app
 from meshwright.planner import make_plan
@@ -158,7 +158,7 @@ def test_objectives_and_numbers_of_devices() -> None:
 def test_A12_a_plan_from_a_config_needs_no_device_no_weights_and_no_torch(work: Path) -> None:
     """Reported: "the only way to know is to run and see"; right: a dry run from the config file alone."""
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom meshwright.cli import app\n"
+        "import sys\nfrom click.testing import CliRunner\nfrom meshwright.cli import app\n"
         f"result = CliRunner().invoke(app, ['plan', *{list(ASKED)!r}, '--json'])\n"
         "sys.exit(result.output if result.exit_code else bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import typer
-from typer.core import TyperGroup
+import click
 
 from meshwright._version import __version__
 from meshwright.cli.accuracy import accuracy
@@ -22,43 +21,38 @@ __all__ = ["app", "main"]
 INTERRUPTED = 130
 
 
-class _Commands(TyperGroup):
+class _Commands(click.Group):
     """Turns every error made on purpose into one message and an exit code: 2 for a mistake, 1 for a failed rank."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except MeshwrightError as error:
             print(f"meshwright: {error}", file=sys.stderr)
-            raise typer.Exit(1 if isinstance(error, RankFailure) else 2) from None
+            raise click.exceptions.Exit(1 if isinstance(error, RankFailure) else 2) from None
         except KeyboardInterrupt:
             print("meshwright: interrupted", file=sys.stderr)
-            raise typer.Exit(INTERRUPTED) from None
+            raise click.exceptions.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            raise typer.Exit(1) from None
+            raise click.exceptions.Exit(1) from None
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
 
 
-app = typer.Typer(
+@click.group(
     cls=_Commands,
     name="meshwright",
     help="Finds the fastest parallel strategy for a PyTorch model on your machines, says why, and trains with it.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    context_settings={"max_content_width": 100},
 )
-app.command()(train)
-app.command()(plan)
-app.command()(estimate)
-app.command()(generate)
-app.command()(calibrate)
-app.command()(accuracy)
+@click.version_option(__version__, message="%(version)s", help="Show the version.")
+def app() -> None:
+    """All commands."""
 
 
-@app.callback(invoke_without_command=True)
-def _version(version: bool = typer.Option(False, "--version", is_eager=True, help="Show the version.")) -> None:
-    if version:
-        print(__version__)
-        raise typer.Exit
+for command in (train, plan, estimate, generate, calibrate, accuracy):
+    app.add_command(command)
 
 
 def main() -> None:

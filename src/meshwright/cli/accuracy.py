@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 __all__ = ["accuracy"]
 
+_CALIBRATE = "Rows of each file and stack that fix its software constants first."
 
-def accuracy(
-    tables: Annotated[
-        list[Path], typer.Argument(metavar="TABLE.csv...", help="Tables of published runs, or folders of them.")
-    ],
-    calibrate_on: Annotated[
-        int, typer.Option(metavar="N", help="Rows of each file and stack that fix its software constants first.")
-    ] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
-) -> None:
+
+@click.command(epilog="TABLE.csv are tables of published runs, or folders of them.")
+@click.argument("tables", nargs=-1, required=True, metavar="TABLE.csv...", type=click.Path(path_type=Path))
+@click.option("--calibrate-on", type=int, default=0, show_default=True, metavar="N", help=_CALIBRATE)
+@click.option("--json", is_flag=True, help="Print the numbers as JSON.")
+def accuracy(tables: tuple[Path, ...], calibrate_on: int, json: bool) -> None:
     """Price every row that can be priced, and say how far off time and memory are."""
     from rich.console import Console
 
     from meshwright.cost.published import accuracy as price_tables
 
     with Console(stderr=True).status("pricing every row ..."):
-        found = price_tables(tables, calibrate_on=calibrate_on)
+        found = price_tables(list(tables), calibrate_on=calibrate_on)
     if json:
         import sys
         from json import dumps

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 __all__ = ["calibrate"]
 
+_OUT = "Also write a cluster file, for --cluster."
+_RANKS = "Measure on N devices at once.  [default: on all of them, as training does]"
 
-def calibrate(
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE.toml", help="Also write a cluster file, for --cluster.")
-    ] = None,
-    ranks: Annotated[
-        int, typer.Option(metavar="N", help="Measure on N devices at once (0: on all of them, as training does).")
-    ] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Measure again although a measurement is kept.")] = False,
-) -> None:
+
+@click.command
+@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE.toml", help=_OUT)
+@click.option("--ranks", type=int, default=0, metavar="N", help=_RANKS)
+@click.option("--force", is_flag=True, help="Measure again although a measurement is kept.")
+def calibrate(out: Path | None, ranks: int, force: bool) -> None:
     """Measure this machine in under a minute and keep the figures: `plan`, `train` and `--cluster this` use them."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

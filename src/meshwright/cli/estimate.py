@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+import click
 
 __all__ = ["estimate"]
 
+_MODEL = "MODEL is a known model (llama-3-70b), a config.json or its folder, or package.module:function."
+_CLUSTER = "Machines: 8xH100-80GB:4 (4 nodes of 8), a TOML file, or 'this'."
+_STRATEGY = "The strategy ('dp=8 tp=8 pp=4 schedule=1f1b zero=1')."
+_SET = "Change a value of the job (job.compute_dtype=float32)."
 
+
+@click.command(epilog=_MODEL)
+@click.argument("model")
+@click.option("--global-batch", type=int, required=True, help="Sequences per optimizer step.")
+@click.option("--seq", type=int, required=True, help="Tokens per sequence.")
+@click.option("--cluster", default="this", show_default=True, metavar="CLUSTER", help=_CLUSTER)
+@click.option("--strategy", default="dp=1", show_default=True, metavar="'KEY=VALUE ...'", help=_STRATEGY)
+@click.option(
+    "--set", "sets", multiple=True, metavar="KEY=VALUE", help="A value of the job (job.compute_dtype=float32)."
+)
+@click.option("--json", is_flag=True, help="Print the numbers as JSON, in bytes.")
 def estimate(
-    model: Annotated[
-        str, typer.Argument(help="A known model (llama-3-70b), a config.json, or package.module:function.")
-    ],
-    global_batch: Annotated[int, typer.Option(help="Sequences per optimizer step.")],
-    seq: Annotated[int, typer.Option(help="Tokens per sequence.")],
-    cluster: Annotated[
-        str, typer.Option(metavar="CLUSTER", help="Machines: 8xH100-80GB:4 (4 nodes of 8), a TOML file, or 'this'.")
-    ] = "this",
-    strategy: Annotated[
-        str, typer.Option(metavar="'KEY=VALUE ...'", help="The strategy ('dp=8 tp=8 pp=4 schedule=1f1b zero=1').")
-    ] = "dp=1",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the job (job.compute_dtype=float32)."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, in bytes.")] = False,
+    model: str, global_batch: int, seq: int, cluster: str, strategy: str, sets: tuple[str, ...], json: bool
 ) -> None:
     """The memory of every pipeline rank: by category, at rest and in step, and whether it fits."""
     from meshwright.cli.models import find_described
@@ -35,7 +33,7 @@ def estimate(
 
     machines = parse_cluster(cluster)
     chosen = parse_strategy(strategy)
-    job = job_for(machines, global_batch=global_batch, sequence=seq, changes=set_ or ())
+    job = job_for(machines, global_batch=global_batch, sequence=seq, changes=sets)
     described = find_described(model, job.sequence)
     whole = described.at(Layout(sequence=job.sequence, compute_dtype=job.compute_dtype)).parameters
     found = price_memory(described.at(Layout.of(job, chosen)), machines, job, chosen, model_parameters=whole)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 if TYPE_CHECKING:
     from meshwright.planner import Why
@@ -13,51 +13,55 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
-_CLUSTER = "Machines: 8xH100-80GB:4 (4 nodes of 8), a TOML file, or 'this'. (default: the job file's, else this)"
-_EXECUTABLE = (
-    "Only strategies that this version runs, or also those that it prices. (default: the first for a job file)"
+_MODEL = (
+    "MODEL is a known model (llama-3-70b), a config.json or its folder, package.module:function, or a job file "
+    "(JOB.toml). Without one, the built-in job."
 )
+_CLUSTER = "Machines: 8xH100-80GB:4 (4 nodes of 8), a TOML file, or 'this'.  [default: the job file's, else this]"
+_EXECUTABLE = (
+    "Only strategies that this version runs, or also those that it prices.  [default: the first for a job file]"
+)
+_PIN = "Fix part of the strategy (zero=3, 'pp<=4')."
+_WHY = "Why not this? Its best plan beside the chosen one (zero=3,tp=1)."
+_OBJECTIVE = "What is to be least: time (of a step), devices, or cost (device time per token)."
+_DEVICES = "Use at most N devices, or as few as give the best device time per token."
+_SET = "Change a value of the job (job.compute_dtype=float32)."
 
 
+@click.command(epilog=_MODEL)
+@click.argument("model", required=False)
+@click.option("--cluster", metavar="CLUSTER", help=_CLUSTER)
+@click.option("--global-batch", type=int, help="Sequences per optimizer step.")
+@click.option("--seq", type=int, help="Tokens per sequence.")
+@click.option("--pin", multiple=True, metavar="KEY=VALUE", help=_PIN)
+@click.option("--strategy", metavar="'KEY=VALUE ...'", help="The whole strategy by hand ('dp=2 zero=3').")
+@click.option("--why", multiple=True, metavar="KEY=VALUE,...", help=_WHY)
+@click.option("--objective", default="time", show_default=True, help=_OBJECTIVE)
+@click.option("--devices", metavar="auto|N", help=_DEVICES)
+@click.option("--price-per-hour", type=float, default=0.0, help="Of one device, for the cost of a run.")
+@click.option("--executable/--any", default=None, help=_EXECUTABLE)
+@click.option("--top", type=int, default=3, show_default=True, help="How many strategies are ranked.")
+@click.option(
+    "--set", "sets", multiple=True, metavar="KEY=VALUE", help="A value of the job (job.compute_dtype=float32)."
+)
+@click.option("--json", is_flag=True, help="Print all numbers as JSON, in bytes and seconds.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="PLAN.toml", help="Write the plan to this file.")
 def plan(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A known model (llama-3-70b), a config.json or its folder, package.module:function, or a job file "
-            "(JOB.toml). Without one, the built-in job."
-        ),
-    ] = None,
-    cluster: Annotated[str | None, typer.Option(metavar="CLUSTER", help=_CLUSTER, show_default=False)] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
-    pin: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Fix part of the strategy (zero=3, 'pp<=4').")
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(metavar="'KEY=VALUE ...'", help="The whole strategy by hand ('dp=2 zero=3').")
-    ] = None,
-    why: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE,...", help="Why not this? Its best plan beside the chosen one (zero=3,tp=1)."),
-    ] = None,
-    objective: Annotated[
-        str, typer.Option(help="What is to be least: time (of a step), devices, or cost (device time per token).")
-    ] = "time",
-    devices: Annotated[
-        str | None,
-        typer.Option(metavar="auto|N", help="Use at most N devices, or as few as give the best device time per token."),
-    ] = None,
-    price_per_hour: Annotated[float, typer.Option(help="Of one device, for the cost of a run.")] = 0.0,
-    executable: Annotated[bool | None, typer.Option("--executable/--any", help=_EXECUTABLE, show_default=False)] = None,
-    top: Annotated[int, typer.Option(help="How many strategies are ranked.")] = 3,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the job (job.compute_dtype=float32)."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON, in bytes and seconds.")] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="PLAN.toml", help="Write the plan to this file.")
-    ] = None,
+    model: str | None,
+    cluster: str | None,
+    global_batch: int | None,
+    seq: int | None,
+    pin: tuple[str, ...],
+    strategy: str | None,
+    why: tuple[str, ...],
+    objective: str,
+    devices: str | None,
+    price_per_hour: float,
+    executable: bool | None,
+    top: int,
+    sets: tuple[str, ...],
+    json: bool,
+    out: Path | None,
 ) -> None:
     """The best strategy for a model on machines that need not be there: ranked, priced, explained."""
     from meshwright.cli.asked import Asked, read_request, require_options
@@ -67,16 +71,16 @@ def plan(
         cluster=cluster,
         global_batch=global_batch,
         sequence=seq,
-        pins=tuple(pin or ()),
+        pins=pin,
         strategy=strategy,
-        sets=tuple(set_ or ()),
+        sets=sets,
         executable=executable,
     )
     require_options(objective=objective, top=top, price_per_hour=price_per_hour, devices=devices)
     request = read_request(asked, objective=objective, devices=devices)
     from meshwright.planner import parse_why, plan_for, why_not
 
-    others = [parse_why(text) for text in why or ()]
+    others = [parse_why(text) for text in why]
     made = plan_for(request.question, shape=request.shape, most=top, price_per_hour=price_per_hour, with_changes=True)
     answers = [why_not(request.question, made, other) for other in others]
     _show(made, answers, json=json, out=out)

@@ -3,48 +3,44 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 __all__ = ["train"]
 
-_MACHINES = "Several machines"
+_JOB = "JOB.toml is the job file. Without one, a small model of this Python's own sources is trained."
+_SET = "Change a value of the job file (train.steps=100)."
+_BACKEND = "Several machines: torchrun's rendezvous backend."
 
 
+@click.command(epilog=_JOB)
+@click.argument("job", metavar="[JOB.toml]", required=False, type=click.Path(path_type=Path))
+@click.option("--plan", type=click.Path(path_type=Path), help="Execute this plan file as it is, without planning.")
+@click.option("--pin", multiple=True, metavar="KEY=VALUE", help="Fix part of the strategy (zero=3, microbatch<=4).")
+@click.option("--strategy", metavar="'KEY=VALUE ...'", help="The whole strategy by hand ('dp=2 zero=3').")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help=_SET)
+@click.option("--resume", is_flag=True, help="Go on from the newest complete checkpoint in --out.")
+@click.option("--out", type=click.Path(path_type=Path), help="The folder of the run, instead of the job file's.")
+@click.option("--nnodes", type=int, default=1, show_default=True, help="Several machines: their number.")
+@click.option("--node-rank", type=int, help="Several machines: this one's number, with --rdzv-backend static.")
+@click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Several machines: where they meet.")
+@click.option("--rdzv-id", default="", help="Several machines: the name they meet under.")
+@click.option(
+    "--rdzv-backend", default="c10d", show_default=True, help="Several machines: torchrun's rendezvous backend."
+)
 def train(
-    job: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[JOB.toml]", help="The job file. Without one, a small model of this Python's own sources."
-        ),
-    ] = None,
-    plan: Annotated[Path | None, typer.Option(help="Execute this plan file as it is, without planning.")] = None,
-    pin: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Fix part of the strategy (zero=3, microbatch<=4).")
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(metavar="'KEY=VALUE ...'", help="The whole strategy by hand ('dp=2 zero=3').")
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the job file (train.steps=100)."),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint in --out.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="The folder of the run, instead of the job file's.")] = None,
-    nnodes: Annotated[int, typer.Option(help="Number of machines.", rich_help_panel=_MACHINES)] = 1,
-    node_rank: Annotated[
-        int | None, typer.Option(help="This machine's number, with --rdzv-backend static.", rich_help_panel=_MACHINES)
-    ] = None,
-    rdzv_endpoint: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where the machines meet.", rich_help_panel=_MACHINES)
-    ] = "",
-    rdzv_id: Annotated[str, typer.Option(help="The name they meet under.", rich_help_panel=_MACHINES)] = "",
-    rdzv_backend: Annotated[
-        str, typer.Option(help="torchrun's rendezvous backend.", rich_help_panel=_MACHINES)
-    ] = "c10d",
+    job: Path | None,
+    plan: Path | None,
+    pin: tuple[str, ...],
+    strategy: str | None,
+    sets: tuple[str, ...],
+    resume: bool,
+    out: Path | None,
+    nnodes: int,
+    node_rank: int | None,
+    rdzv_endpoint: str,
+    rdzv_id: str,
+    rdzv_backend: str,
 ) -> None:
     """Plan for this machine, say why, train, and show predicted beside measured."""
     from meshwright.train.launch import Nodes
@@ -54,9 +50,9 @@ def train(
         TrainOptions(
             job=job,
             plan=plan,
-            pins=tuple(pin or ()),
+            pins=pin,
             strategy=strategy,
-            sets=tuple(set_ or ()),
+            sets=sets,
             resume=resume,
             out=out,
             nodes=Nodes(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from meshwright.cost.compute import speeds
-from meshwright.cost.held_floor import Load, Sheet, held_bytes, states_bytes
+from meshwright.cost.held_floor import Load, held_bytes, states_bytes
 from meshwright.cost.lines import SLACK, Flow, Line, Lines, Pace, both, near, sent_s
 from meshwright.cost.links import Collective, collective_s
 from meshwright.cost.overhead import overhead_bytes
@@ -36,18 +37,12 @@ class Floors(Lines):
         #: Whether it is known here which rank is the busiest.
         self._equal = len({speed.product_flops_per_s for speed in found}) == 1
         self._work = self._least_work()
+        #: Of the strategy that was asked for last: it is asked for again with every way to recompute.
+        self._last_room: tuple[Strategy | None, tuple[int, int]] = None, (0, 0)
 
     def bytes(self, strategy: Strategy) -> int:
         """Bytes that the rank that needs most does not lie below."""
         return held_bytes(self._job, self._cluster.device_kind, strategy, self._line(strategy).loads)
-
-    def states_bytes(self, strategy: Strategy) -> int:
-        """As `bytes`, of model states alone, shared evenly by the pipeline ranks: no cut of the layers is needed."""
-        sheet, count = self._sheet(strategy), strategy.pp
-        layers = len(sheet.line)
-        plain, experts = sheet.elements(0, layers, True, True)
-        mean = Load(plain // count, experts // count, sheet.trained(0, layers, True, True) // count, 0, 0, False)
-        return held_bytes(self._job, self._cluster.device_kind, strategy, (mean,))
 
     def work_s(self, ranks: int) -> float:
         """Seconds that no strategy on so many ranks lies below: the model's own work at the best that devices reach."""
@@ -68,8 +63,8 @@ class Floors(Lines):
         Args:
             blocks: numbers of first layers that may recompute, ascending; 0 stands for all of them.
         """
-        sheet, layers = self._sheet(strategy), len(self._sheet(strategy).line)
-        needed = self._recomputed(strategy, sheet, policy, self._microbatches(strategy))
+        layers = len(self._sheet(strategy).line)
+        needed = self._recomputed(strategy, policy)
         place = next((place for place, n in enumerate(blocks) if (n or layers) >= needed), None)
         if place is None or (policy == "none" and needed):
             return math.inf, 0
@@ -134,33 +129,67 @@ class Floors(Lines):
         made, kept = DTYPE_BYTES[self._job.compute_dtype], DTYPE_BYTES[self._job.reduce_dtype]
         return (made + 2 * kept / (strategy.dp * strategy.cp)) * trained / self._speed.bytes_per_s
 
-    def _recomputed(self, strategy: Strategy, sheet: Sheet, policy: str, count: int) -> float:
+    def microbatch_bytes(self, strategy: Strategy, policy: str) -> int:
+        """Bytes that no strategy with the layout and the microbatch of this one lies below, whatever its pipeline, ZeRO
+        stage and offload: what a layer's backward needs under the policy that keeps least, and the logits."""
+        sheet = self._sheet(strategy)
+        return strategy.microbatch * max(sheet.worked[policy], sheet.last_saved + sheet.logits)
+
+    def least_bytes(self, strategy: Strategy) -> int:
+        """Bytes that no strategy with this mesh, ZeRO stage, shard group and offload lies below, whatever its schedule,
+        where all layers recompute by its policy."""
+        policy, batch, sheet = strategy.recompute, strategy.microbatch, self._sheet(strategy)
+        size, room = self._room(strategy)
+        held = self._pricer.budget_bytes(strategy) - room
+        if strategy.offload.activations == "host":
+            return held
+        kept = batch * size * sheet.kept_of_a_layer[policy]
+        # While a layer's backward runs, all is there that it keeps without recomputation, or that it makes once more;
+        # the last stage has the logits at the end of a forward. A single stage's are held already.
+        flight = min(self._microbatches(strategy), strategy.pp)
+        worked, ends = batch * sheet.worked[policy], batch * (sheet.last_saved + sheet.logits)
+        if strategy.pp == 1:
+            worked, ends = max(0, worked - ends), 0
+        return held + int(max(flight * kept + worked, kept + ends))
+
+    def _recomputed(self, strategy: Strategy, policy: str) -> float:
         """How many of the first layers recompute at least: infinite where all of them are too few."""
-        layers, pp, batch = len(sheet.line), strategy.pp, strategy.microbatch
-        size = layers if pp == 1 else max(1, layers // pp * 3 // 4 - 1)
-        whole = sheet.saved(0, layers, "none", 0) / layers
-        less = whole - sheet.saved(0, layers, policy, layers) / layers
-        plain, experts = sheet.elements(0, layers, pp == 1, pp == 1)
-        part = size / layers
-        trained = int(sheet.trained(0, layers, pp == 1, pp == 1) * part)
-        held = states_bytes(
-            self._job, strategy, Load(int(plain * part), int(experts * part), trained, 0, 0, count > pp)
-        )
-        held += sum(overhead_bytes(self._cluster.device_kind, strategy, held).values())
-        if pp == 1:
-            held += batch * (sheet.first_saved + sheet.last_saved + sheet.logits)
-        room, needed = self._pricer.budget_bytes(strategy) - held, 0.0
+        sheet, pp, batch = self._sheet(strategy), strategy.pp, strategy.microbatch
+        size, room = self._room(strategy)
         if strategy.offload.activations == "host":
             return 0.0 if room >= 0 else math.inf
+        whole, again = sheet.kept_of_a_layer["none"], sheet.kept_of_a_layer[policy]
+        less, count, needed = whole - again, self._microbatches(strategy), 0.0
+        most = batch * min(count, pp) * size  # in flight on the first rank, which holds most
+        if most * whole > room and (less <= 0 or most * again > room):
+            return math.inf
         for rank in range(pp):
             flight = batch * min(count, pp - rank)
             short = flight * whole * size - room
             if short <= 0:
                 break
-            if less <= 0 or short > flight * less * size:
-                return math.inf
             needed = max(needed, rank * size + short / (flight * less))
         return math.ceil(needed)
+
+    def _room(self, strategy: Strategy) -> tuple[int, int]:
+        """Layers of a pipeline rank, at least, and the bytes that its states leave for what they keep, at most."""
+        if self._last_room[0] is strategy:
+            return self._last_room[1]
+        sheet, pp, batch = self._sheet(strategy), strategy.pp, strategy.microbatch
+        layers = len(sheet.line)
+        size = layers if pp == 1 else max(1, layers // pp * 3 // 4 - 1)
+        plain, experts = sheet.elements(0, layers, pp == 1, pp == 1)
+        part = size / layers
+        trained = int(sheet.trained(0, layers, pp == 1, pp == 1) * part)
+        early = self._microbatches(strategy) > pp
+        load = Load(int(plain * part), int(experts * part), trained, 0, 0, early)
+        held = states_bytes(self._job, strategy, load)
+        held += sum(overhead_bytes(self._cluster.device_kind, strategy, held).values())
+        if pp == 1:
+            held += batch * (sheet.first_saved + sheet.last_saved + sheet.logits)
+        found = size, self._pricer.budget_bytes(strategy) - held
+        self._last_room = strategy, found
+        return found
 
     def schedule_s(self, strategy: Strategy) -> float:
         """Seconds that no strategy with this mesh, schedule and recomputation lies below, whatever its ZeRO stage."""
@@ -268,6 +297,7 @@ class Floors(Lines):
         return moved * (trained // shard_group(strategy)) / self._speed.bytes_per_s
 
 
+@lru_cache(maxsize=4096)
 def _least_load(layers: int, layer: float, first: float, last: float, ranks: int) -> float:
     """Seconds of the busiest of some ranks at least, that share out whole layers, and what comes before and after them.
 

@@ -42,6 +42,16 @@ class Sheet:
         self._experts = self._sums(experts)
         self._trained = self._sums([block.trained_parameters for block in self.kinds])
         self._saved = {policy: self._sums([_saved(block, policy) for block in self.kinds]) for policy in _POLICIES}
+        #: Bytes that a layer keeps of one sequence on average, by policy.
+        self.kept_of_a_layer = {policy: sums[-1] / len(self.line) for policy, sums in self._saved.items()}
+        #: Bytes of one sequence that the backward of any layer needs besides what it keeps under a policy, at least.
+        self.worked = {
+            policy: min(
+                min(_alive(b, policy), _saved(b, "none")) - min(_saved(b, policy), _saved(b, "none"))
+                for b in self.kinds
+            )
+            for policy in _POLICIES
+        }
         self._waiting = self._sums([block.waiting_bytes for block in self.kinds])
         self.first = [block for block in self.around if block.kind == "embedding"]
         self.last = [block for block in self.around if block.kind == "head"]
@@ -84,8 +94,7 @@ class Sheet:
         """Bytes of one sequence that the backward of a layer adds to what it kept."""
         block = self.kinds[self.line[layer]]
         saved = _saved(block, policy)
-        alive = block.alive_bytes.get(policy, max(_saved(block, "none"), saved))
-        return max(0, alive - saved) + block.backward_extra_bytes
+        return max(0, _alive(block, policy) - saved) + block.backward_extra_bytes
 
 
 class Load(NamedTuple):
@@ -206,6 +215,10 @@ def in_flight(schedule: str, ranks: int, microbatches: int, virtual: int, rank: 
         whole, left = divmod(steps, turn * v)
         found[chunk * p + rank] = whole * turn + min(turn, max(0, left - chunk * turn))
     return {stage: flight for stage, flight in found.items() if flight}
+
+
+def _alive(block: BlockSpec, policy: str) -> int:
+    return block.alive_bytes.get(policy, max(_saved(block, "none"), _saved(block, policy)))
 
 
 def _experts(block: BlockSpec) -> int:

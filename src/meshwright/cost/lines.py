@@ -109,6 +109,7 @@ class Lines:
     def __init__(self, pricer: Pricer) -> None:
         self._pricer, self._cluster, self._job = pricer, pricer.cluster, pricer.job
         self._sheets: dict[tuple[object, ...], Sheet] = {}
+        self._shops: dict[tuple[object, ...], Workshop] = {}
         self._paces: dict[tuple[object, ...], Pace] = {}
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._lines: dict[tuple[object, ...], Line] = {}
@@ -129,7 +130,9 @@ class Lines:
         key = (s.tp, s.cp, s.ep, s.sequence_parallel, s.microbatch, self._near(s), policy)
         if key not in self._paces:
             sheet = self._sheet(s)
-            shop = Workshop(sheet.model, self._job, s, Placement(self._cluster, s), None)
+            if key[:-1] not in self._shops:
+                self._shops[key[:-1]] = Workshop(sheet.model, self._job, s, Placement(self._cluster, s), None)
+            shop = self._shops[key[:-1]]
             first = last = Phases()
             for block in sheet.around:
                 work = shop.block(block, "none", self._speed).all

@@ -69,12 +69,11 @@ class RankMemory:
         if not any(stage.sent for stage in self._moments.values()):
             return 0
         sent = [self._moments[stage.index].sent for stage in self.stages]
-        return max(
-            sum(map(mul, held, sent)) + self._moments[one.stage].sent
-            for one, lines in self._occasions.items()
-            if one.kind == "forward"
-            for held in lines
-        )
+        most = 0
+        for one, lines in self._occasions.items():
+            if one.kind == "forward":
+                most = max(most, *(sum(map(mul, held, sent)) + self._moments[one.stage].sent for held in lines))
+        return most
 
     @cached_property
     def _occasions(self) -> Occasions:

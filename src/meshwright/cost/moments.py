@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from meshwright.cost.occasions import Progress
 from meshwright.cost.stages import Stage
-from meshwright.cost.states import States
+from meshwright.cost.states import States, Sums
 from meshwright.spec import DTYPE_BYTES, BlockSpec, Job, Strategy
 
 __all__ = ["Moment", "StageMoments"]
@@ -69,6 +69,8 @@ class StageMoments:
         self._early_root = self._c * sum(block.trained_parameters for block in self._head)
         self._early_tied = self._c * sum(block.tied_parameters for block in self._head)
         self._away = strategy.offload.activations == "host"
+        kept = [self._batch * _saved(block, self._policy(index)) for index, block in enumerate(self.layers)]
+        self._saved = Sums(kept)
         self._before, self._kept = self._activations(stage)
         logits = self._batch * (sum(block.output_bytes for block in self._head) + stage.loss_bytes)
         #: Activations that a forward sends to the host, for each microbatch in flight.
@@ -113,7 +115,7 @@ class StageMoments:
         return range(max(0, stop - 2), stop) if self._away else range(stop)
 
     def _layers_saved(self, layers: range) -> int:
-        return self._batch * sum(_saved(self.layers[index], self._policy(index)) for index in layers)
+        return self._saved.to(layers.stop) - self._saved.to(layers.start) if layers else 0
 
     def _waiting(self, block: BlockSpec, index: int | None) -> int:
         if index is not None and self._policy(index) != "none":

@@ -109,7 +109,10 @@ class _Search:
         self._limit: tuple[float, ...] = (math.inf,)
         self._found: dict[tuple[Any, ...], Candidate] = {}
         self._short = Nearest()
-        self._hopeless: dict[tuple[Any, ...], bool] = {}
+        #: By tp, cp, ep, sequence parallelism and microbatch: whether the latter may fit.
+        self._microbatches: dict[tuple[int, ...], bool] = {}
+        #: By mesh without dp and microbatch: those two, where nothing fits.
+        self._hopeless: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         self._counts = Counts()
         self._recorded = 0
         self._floors = Floors(pricer)
@@ -164,26 +167,40 @@ class _Search:
         self._push(ranks, self._floors.work_s(ranks), self._class, group, dps, at)
 
     def _class(self, group: MeshClass, dps: tuple[int, ...], at: int) -> None:
-        if self._too_large(group):
-            return
         mesh = group.at(dps[at])
-        self._push(mesh.ranks, self._floors.mesh_s(self._space.plain(mesh)), self._mesh, mesh, group, dps, at)
+        if self._microbatch_fits(mesh):
+            self._push(mesh.ranks, self._floors.mesh_s(self._space.plain(mesh)), self._mesh, mesh, group, dps, at)
+
+    def _microbatch_fits(self, mesh: Mesh) -> bool:
+        """Whether a microbatch may fit under any pipeline, ZeRO stage and data parallelism."""
+        key = (mesh.tp, mesh.cp, mesh.ep, mesh.sequence_parallel, mesh.microbatch)
+        if key not in self._microbatches:
+            lean = self._space.leanest(mesh)
+            needed = 0 if lean is None else self._floors.microbatch_bytes(lean, lean.recompute)
+            self._microbatches[key] = lean is None or self._has_room(lean, needed)
+        return self._microbatches[key]
 
     def _too_large(self, group: MeshClass) -> bool:
-        """Whether nothing of a class fits: not even what keeps least, on the most ranks, one sequence at a time."""
-        key = group[:5]
-        if key not in self._hopeless:
-            mesh = group.at(group.dps[-1])
-            lean = self._space.leanest(mesh._replace(microbatch=1))
-            self._hopeless[key] = lean is not None and not self._may_fit(lean, mean=True)
-        return self._hopeless[key]
+        """Whether nothing of a class fits: not even what keeps least on the most ranks. Then nothing with a larger
+        microbatch on as many ranks or fewer does."""
+        known = self._hopeless.setdefault(group[:5], [])
+        size, dp = group.microbatch, group.dps[-1]
+        if any(size >= most and dp <= ranks for most, ranks in known):
+            return True
+        lean = self._space.leanest(group.at(dp))
+        if lean is None or self._has_room(lean, self._floors.least_bytes(lean)):
+            return False
+        known.append((size, dp))
+        return True
 
     def _mesh(self, mesh: Mesh, group: MeshClass, dps: tuple[int, ...], at: int) -> None:
         if at + 1 < len(dps):
             self._open(group, dps, at + 1)
         self._counts.meshes += 1
+        if self._too_large(group):
+            return
         lean = self._space.leanest(mesh)
-        if lean is None or not self._may_fit(lean, mean=True):
+        if lean is None or not self._has_room(lean, self._floors.least_bytes(lean)):
             return
         # Of every way to shard, and every way to recompute: the floor, and the fewest blocks that may be enough.
         ways = []
@@ -195,7 +212,7 @@ class _Search:
         if ways:
             self._push(mesh.ranks, min(least for least, *_ in ways), self._firm, mesh, ways)
         else:
-            self._short.note(lean, self._floors.states_bytes(lean))
+            self._short.note(lean, self._floors.least_bytes(lean))
 
     def _firm(self, mesh: Mesh, ways: list[tuple[float, Strategy, tuple[int, ...]]]) -> None:
         """Push a mesh again by the time it takes with the recomputation that 1F1B needs: no schedule keeps less."""
@@ -389,10 +406,9 @@ class _Search:
     def _best(self) -> list[Candidate]:
         return sorted(self._found.values(), key=lambda candidate: candidate.key(self._objective))[: self._most]
 
-    def _may_fit(self, strategy: Strategy, *, mean: bool = False) -> bool:
-        """Whether the bound on memory fits (`mean`: that of the states alone); what does not is remembered."""
-        needed = self._floors.states_bytes(strategy) if mean else self._floors.bytes(strategy)
-        if needed <= self._pricer.budget_bytes(strategy):
+    def _has_room(self, strategy: Strategy, needed_bytes: int) -> bool:
+        """Whether what a strategy needs at least fits; what does not is remembered."""
+        if needed_bytes <= self._pricer.budget_bytes(strategy):
             return True
-        self._short.note(strategy, needed)
+        self._short.note(strategy, needed_bytes)
         return False

@@ -84,6 +84,8 @@ class Space:
         self.recomputes = self._recomputes()
         self._offloads = self._offload_ways()
         self._zero_ways: dict[tuple[int, int, int, bool], dict[tuple[int, int], list[dict[str, Any]]]] = {}
+        self._lean_ways: dict[tuple[int, int, int, bool], dict[str, Any] | None] = {}
+        self._lean: Strategy | None = None
         self._schedule_ways: dict[int, list[tuple[str, int]]] = {}
         #: Why something within the pins is illegal, where nothing else is legal.
         self.illegal: ConfigError | None = None
@@ -146,14 +148,15 @@ class Space:
 
     def leanest(self, mesh: Mesh) -> Strategy | None:
         """The strategy of a mesh that keeps least: where its bound on memory is too much, that of all others is."""
-        schedules, ways = self._schedules(mesh), [way for found in self._sharded(mesh).values() for way in found]
-        if not schedules or not ways:
+        schedules, way = self._schedules(mesh), self._leanest_way(mesh)
+        if not schedules or way is None:
             return None
-        way = max(ways, key=lambda way: (way["zero"], way["shard"], -way["prefetch"], way["gather"] == "unit"))
         schedule, virtual = next((entry for entry in schedules if entry[0] == "1f1b"), schedules[0])
-        most = self.recomputes[-1]
-        base = self._base(mesh, schedule, virtual)
-        return like(base, **way, recompute=most.policy, recompute_blocks=most.blocks[-1], offload=self._offloads[-1])
+        if self._lean is None:
+            most = self.recomputes[-1]
+            base = self._base(mesh, schedule, virtual)
+            self._lean = like(base, recompute=most.policy, recompute_blocks=most.blocks[-1], offload=self._offloads[-1])
+        return like(self._lean, **mesh._asdict(), **way, schedule=schedule, virtual_stages=virtual)
 
     def sharded(self, lean: Strategy) -> list[Strategy]:
         """A strategy with every other way to shard and to offload."""
@@ -187,11 +190,19 @@ class Space:
 
     def _sharded(self, mesh: Mesh) -> dict[tuple[int, int], list[dict[str, Any]]]:
         """By ZeRO stage and shard group: when to gather and reduce."""
-        inside = self._node_group(mesh)
-        key = (mesh.dp, mesh.cp, inside, mesh.pp > 1)
+        key = (mesh.dp, mesh.cp, self._node_group(mesh), mesh.pp > 1)
         if key not in self._zero_ways:
-            self._zero_ways[key] = self._make_sharded(mesh.dp, mesh.cp, inside, mesh.pp > 1)
+            self._zero_ways[key] = self._make_sharded(*key)
         return self._zero_ways[key]
+
+    def _leanest_way(self, mesh: Mesh) -> dict[str, Any] | None:
+        """Of these ways the one that keeps least."""
+        key = (mesh.dp, mesh.cp, self._node_group(mesh), mesh.pp > 1)
+        if key not in self._lean_ways:
+            ways = (way for found in self._sharded(mesh).values() for way in found)
+            order = lambda way: (way["zero"], way["shard"], -way["prefetch"], way["gather"] == "unit")  # noqa: E731
+            self._lean_ways[key] = max(ways, key=order, default=None)
+        return self._lean_ways[key]
 
     def _make_sharded(
         self, dp: int, cp: int, inside: int, pipelined: bool
