@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 
 from meshwright.cost import StepMemory, cut, estimate
+from meshwright.cost.occasions import occasions
 from meshwright.cost.stages import even_layers
 from meshwright.errors import ConfigError
 from meshwright.spec import BlockSpec, Cluster, DecoderShape, Device, Job, NodeGroup, Offload, Strategy, describe
@@ -273,6 +274,24 @@ def test_many_microbatches_hold_what_enough_of_them_do(schedule: str, monkeypatc
     few, many = peaks(96), peaks(999_999)
     monkeypatch.setattr("meshwright.cost.occasions._STEADY", 1000)
     assert few == many == peaks(96)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual"),
+    [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2), ("dualpipev", 2)]
+    + [(name, virtual) for name in ("interleaved-1f1b", "interleaved-zb") for virtual in (2, 3, 5)],
+)
+def test_no_occasion_is_new_after_a_few_rounds(schedule: str, virtual: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(ranks: int, microbatches: int) -> list[set[object]]:
+        each = [occasions(schedule, ranks, microbatches, virtual, rank) for rank in range(ranks)]
+        return [{(one, held) for one, lines in rank.items() for held in lines} for rank in each]
+
+    for ranks in (2, 3, 4, 7):
+        for more in (0, 1) if virtual == 1 else (0,):
+            few = found(ranks, 12 * ranks + more)
+            monkeypatch.setattr("meshwright.cost.occasions._STEADY", 1000)
+            assert few == found(ranks, 12 * ranks + more)
+            monkeypatch.undo()
 
 
 def test_a_v_shaped_schedule_needs_no_copy_of_a_tied_weight() -> None:

@@ -9,10 +9,10 @@ from meshwright.schedule import compute_orders
 
 __all__ = ["Occasion", "Occasions", "Progress", "occasions"]
 
-#: Schedules that hold every microbatch of a step at once. The others repeat themselves: after so many microbatches a
-#: stage no moment is new.
+#: Schedules that hold every microbatch of a step at once. The others repeat themselves: after so many rounds of as many
+#: microbatches as pipeline ranks no occasion is new (`tests/cost/test_stages.py` looks at all of them).
 _ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
-_STEADY = 4
+_STEADY = 3
 
 
 class Progress(NamedTuple):
@@ -54,8 +54,8 @@ def occasions(name: str, ranks: int, microbatches: int, virtual: int, rank: int)
     few = microbatches
     if ranks == 1:
         few = min(microbatches, 3)  # the third of many microbatches finds what the second did
-    elif name not in _ALL_IN_FLIGHT and microbatches % ranks == 0:
-        few = min(microbatches, _STEADY * ranks * virtual)
+    elif name not in _ALL_IN_FLIGHT and (virtual == 1 or microbatches % ranks == 0):
+        few = min(microbatches, _STEADY * ranks)
     return _walk(name, ranks, few, virtual, rank)
 
 
