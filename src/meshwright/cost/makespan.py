@@ -95,28 +95,35 @@ class Program:
                 end = (start if start > here else here) + computes[work]
             else:
                 stage, gathers, begins, ahead, reduces = around[mark]
-                count = units[stage]
+                count, issued = units[stage], free[rank]
                 if gathers and (begins or not overlap):
-                    begun = max(free[rank], here)
-                    free[rank] = begun + gather[stage]
+                    begun = issued if issued > here else here
+                    issued = every[rank] = begun + gather[stage]
                     first[rank] = first[rank] or begun + gather[stage] / count
-                    every[rank] = free[rank]
-                    here = here if overlap else free[rank]
+                    here = here if overlap else issued
                 length = computes[work]
                 share = length / count
-                start = max(start, here, first[rank])
-                end = max(start + length, every[rank] + share) if every[rank] else start + length
+                if start < here:
+                    start = here
+                if start < first[rank]:
+                    start = first[rank]
+                end, gathered = start + length, every[rank]
+                if gathered and gathered + share > end:
+                    end = gathered + share
                 first[rank] = every[rank] = 0.0
                 if ahead >= 0 and overlap:
-                    begun = max(free[rank], start)
-                    free[rank] = begun + gather[ahead]
+                    begun = issued if issued > start else start
+                    issued = every[rank] = begun + gather[ahead]
                     first[rank] = begun + gather[ahead] / units[ahead]
-                    every[rank] = free[rank]
                 if reduces and overlap:
-                    begun = max(free[rank], start + share)
-                    free[rank] = max(begun + reduce[stage], end + reduce[stage] / count)
+                    length = reduce[stage]
+                    begun = issued if issued > start + share else start + share
+                    issued = begun + length
+                    if issued < end + length / count:
+                        issued = end + length / count
                 elif reduces:
                     end += reduce[stage]
+                free[rank] = issued
             now[rank] = end
             if gives >= 0:
                 leaves = wires[wire]

@@ -6,13 +6,17 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Frontier"]
+__all__ = ["Entry", "Frontier"]
 
 #: A bound usually lies below the price by so much for each step that is still to be done.
 _BELOW = 0.03
 
 Value = tuple[float, ...]
 Step = Callable[..., None]
+
+
+#: A step, what it can lead to at best, and its arguments.
+Entry = tuple[Value, Step, tuple[Any, ...]]
 
 
 class Frontier:
@@ -38,7 +42,7 @@ class Frontier:
         self._number += 1
         heapq.heappush(self._heap, (self._order(value, step), value, self._number, step, arguments))
 
-    def pop(self) -> tuple[Value, Step, tuple[Any, ...]]:
+    def pop(self) -> Entry:
         """The step to be done next, and what it can lead to at best."""
         _, value, _, step, arguments = heapq.heappop(self._heap)
         return value, step, arguments
@@ -49,13 +53,11 @@ class Frontier:
         self._heap = [(self._order(value, step), value, at, step, what) for _, value, at, step, what in self._heap]
         heapq.heapify(self._heap)
 
-    def clear(self) -> None:
-        """Forget all of it."""
+    def rest(self) -> list[Entry]:
+        """All that is left, which is forgotten here."""
+        left = [(value, step, arguments) for _, value, _, step, arguments in self._heap]
         self._heap, self._below = [], _BELOW
-
-    def least(self, value: Value) -> Value:
-        """The least that any step can lead to, or `value` if that is less."""
-        return min([value, *(entry[1] for entry in self._heap)])
+        return left
 
     def _order(self, value: Value, step: Step) -> Value:
         return (*value[:-1], value[-1] * (1 + self._below * self._left[step.__name__]))

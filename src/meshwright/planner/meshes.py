@@ -15,6 +15,12 @@ __all__ = ["Mesh", "MeshClass", "Meshes", "divisors", "nearest_multiples"]
 #: not hide behind the attention it feeds. Where there are fewer sequences than devices it may leave less.
 _FEWEST_TOKENS = 8192
 _FEWEST_OF_FEW = 1024
+#: Microbatches of so many sequences or fewer are all tried; of larger ones those that lie so far apart, unless it is
+#: pinned: what a device reaches hardly depends on them any more.
+_SMALL_MICROBATCH = 8
+_APART = 1.5
+#: In how many numbers, and by which factor, meshes differ that are near each other.
+_FEW, _FACTOR = 2, 2
 #: So many pipeline ranks or fewer are all tried; of larger numbers those that divide the devices or the layers.
 _ANY_PP = 16
 
@@ -45,6 +51,11 @@ class Mesh(NamedTuple):
     def of(cls, strategy: Strategy) -> Mesh:
         """The mesh of a strategy."""
         return cls(*(getattr(strategy, name) for name in cls._fields))
+
+    def near(self, other: Mesh) -> bool:
+        """Whether two meshes differ by a factor of two at most, in two of their numbers at most."""
+        pairs = [(a, b) for a, b in zip(self, other, strict=True) if a != b]
+        return len(pairs) <= _FEW and all(max(pair) <= _FACTOR * min(pair) for pair in pairs)
 
     @property
     def ranks(self) -> int:
@@ -133,7 +144,8 @@ class Meshes:
 
     def _microbatches(self) -> list[int]:
         sizes = divisors(self._job.global_batch)
-        return [size for size in self._pins.options("microbatch", sizes) if size in sizes]
+        wanted = sizes if self._pins.of("microbatch") else _thinned(sizes)
+        return [size for size in self._pins.options("microbatch", wanted) if size in sizes]
 
     def _sequence_parallel(self, tp: int, cp: int) -> list[bool]:
         """With tp it is on wherever the tokens of a rank divide: it sends as much and keeps less."""
@@ -276,6 +288,15 @@ class Meshes:
             why="experts are laid over the dp x tp x cp ranks of a pipeline stage, which ep has to divide",
             fix="change one of them, or leave it out",
         )
+
+
+def _thinned(sizes: list[int]) -> list[int]:
+    """Of sizes, ascending, all small ones, and of the others each that is enough larger than the one before."""
+    kept: list[int] = []
+    for size in sizes:
+        if size <= _SMALL_MICROBATCH or size >= _APART * kept[-1]:
+            kept.append(size)
+    return kept
 
 
 def _lowest(pins: Pins, key: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.cost.floors import Floors
 from meshwright.cost.pricer import Pricer
 from meshwright.errors import ConfigError
-from meshwright.planner.frontier import Frontier
+from meshwright.planner.frontier import Entry, Frontier
 from meshwright.planner.meshes import Mesh, MeshClass
 from meshwright.planner.nearest import Nearest
 from meshwright.planner.nodes import parts
@@ -32,10 +32,14 @@ __all__ = ["Counts", "Result", "search"]
 #: What other schedules may hold less than 1F1B by cutting layers differently, as a share of a device's memory.
 _SPARE = 1.1
 
-#: A search of a large space ends after so many strategies; what may have been lost by that is told (`Counts.unproven`).
-_MOST_STRATEGIES = 400
-#: So many times as many where less than what is wanted was found that fits.
+#: A search of a large space ends after so much work, counted in stages of the strategies it looked at (and so many more
+#: for each): some seconds. What may have been lost by that is told (`Counts.unproven`).
+_MOST_WORK = 18_000
+_EACH = 8
+#: So many times as much where less than what is wanted was found that fits; and the part of it that looking once more
+#: near the best may take.
 _WITHOUT = 4
+_NEAR = 0.75
 #: Meshes after which enough strategies should have been found.
 _PATIENCE = 100
 _STEPS_LEFT = {"_class": 6, "_mesh": 5, "_firm": 4, "_schedules": 3, "_lean": 2, "_shapes": 1.5, "_time": 1, "_fit": 0}
@@ -99,6 +103,15 @@ def _why_nothing(space: Space) -> ConfigError:
     return space.illegal or space.nothing_matches()
 
 
+def _mesh_of(arguments: tuple[Any, ...]) -> Mesh:
+    """The mesh that a step is about: that of its first argument, or of the first of those."""
+    first = arguments[0][0] if isinstance(arguments[0], list) else arguments[0]
+    if isinstance(first, MeshClass):
+        return first.at(arguments[1][arguments[2]])
+    mesh: Mesh = first.mesh if isinstance(first, Shape) else first
+    return mesh
+
+
 class _Search:
     """One search."""
 
@@ -114,37 +127,36 @@ class _Search:
         #: By mesh without dp and microbatch: those two, where nothing fits.
         self._hopeless: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         self._counts = Counts()
-        self._recorded = 0
+        self._recorded = self._work = 0
         self._floors = Floors(pricer)
 
     def run(self) -> Result:
-        """Search to the end, or until so many strategies were looked at that the best of them has to do: first without
-        pipelines, whose many schedules would otherwise come before what is plain."""
-        classes = list(self._space.classes())
-        left = []
+        """Search to the end, or until so much was looked at that the best of it has to do: first without pipelines,
+        whose many schedules would otherwise come before what is plain; in the end once more near the best."""
+        classes, left = list(self._space.classes()), list[Entry]()
         for piped in (False, True):
             for group in classes:
                 if (group.pp > 1) == piped:
                     self._open(group, group.dps[::-1] if self._objective.name == "time" else group.dps, 0)
-            left.append(self._drain())
-        best, least = self._best(), min(left)
+            left += self._drain(_MOST_WORK, _WITHOUT * _MOST_WORK)
+        left = self._look_near(left)
+        best, least = self._best(), min((value[-1] for value, *_ in left if value <= self._limit), default=math.inf)
         if best and least < math.inf:
             self._counts.unproven = max(0.0, 1 - least / self._value(best[0])[-1])
         return Result(best, self._short.candidates(self._space, self._candidate), self._counts)
 
-    def _drain(self) -> float:
-        """Do what is still to be done; the least objective of what is left, infinite for nothing."""
-        begun, recorded = self._counts.strategies, self._recorded
+    def _drain(self, most: float, without: float) -> list[Entry]:
+        """Do what is still to be done, up to so much work, or so much where less than what is wanted was found; what is
+        left of it."""
+        begun, recorded = self._work, self._recorded
         patience, meshes = _PATIENCE, self._counts.meshes
         while self._frontier:
             value, step, arguments = self._frontier.pop()
             if value > self._limit:
                 continue
             fresh = self._recorded - recorded
-            if self._counts.strategies - begun > _MOST_STRATEGIES * (1 if fresh >= self._most else _WITHOUT):
-                least = self._frontier.least(value)[-1]
-                self._frontier.clear()
-                return least
+            if self._work - begun > (most if fresh >= self._most else without):
+                return [(value, step, arguments), *self._frontier.rest()]
             if self._counts.meshes - meshes > patience and fresh < self._most:
                 self._frontier.hurry()
                 patience *= 2
@@ -152,7 +164,29 @@ class _Search:
                 step(*arguments)
             except ConfigError as error:  # what the model or a schedule cannot do shows only now
                 self._space.illegal = self._space.illegal or error
-        return math.inf
+        return []
+
+    def _look_near(self, left: list[Entry]) -> list[Entry]:
+        """Go on with what is left on meshes near that of the best, and then of a better one; what is left."""
+        most, begun, seen, best = _NEAR * _MOST_WORK, self._work, set[Mesh](), self._best()
+        while left and best and self._work - begun < most and (center := Mesh.of(best[0].strategy)) not in seen:
+            seen.add(center)
+            others = []
+            for value, step, arguments in left:
+                if _mesh_of(arguments).near(center):
+                    self._frontier.push(value, step, arguments)
+                else:
+                    others.append((value, step, arguments))
+                if isinstance(arguments[-1], int) and isinstance(arguments[-2], tuple):
+                    self._open_near(center, *arguments[-3:])
+            left, best = others + self._drain(most, most), self._best()
+        return left
+
+    def _open_near(self, center: Mesh, group: MeshClass, dps: tuple[int, ...], at: int) -> None:
+        if group.at(center.dp).near(center):
+            for dp in dps[at + 1 :]:
+                if group.at(dp).near(center):
+                    self._open(group, (dp,), 0)
 
     def _push(self, devices: int, floor_s: float, step: Callable[..., None], *arguments: Any) -> None:
         value = self._objective.value(devices, floor_s)
@@ -284,6 +318,7 @@ class _Search:
             if places[number] < 0:
                 continue
             self._counts.strategies += 1
+            self._work += _EACH + strategy.pp * strategy.virtual_stages
             least = self._space.recomputing(strategy, entry, entry.blocks[places[number]])
             if self._objective.value(shape.mesh.ranks, self._floors.strategy_s(least)) > self._limit:
                 continue
@@ -351,14 +386,15 @@ class _Search:
             self._short.note(strategy, self._pricer.budget_bytes(strategy) + short)
 
     def _more(self, strategy: Strategy, entry: Recompute, short: int) -> int | None:
-        """The fewest blocks that fit, more than those of a strategy that is short of so many bytes; None: all are too
-        few. Bisection from what the bound on memory says, as memory falls with the number of blocks."""
+        """The fewest blocks with which the first and the last pipeline rank fit, more than those of a strategy that is
+        short of so many bytes; None: all are too few. Bisection from what the bound on memory says, as memory falls
+        with the number of blocks."""
 
         def at(index: int) -> Strategy:
             return self._space.recomputing(strategy, entry, entry.blocks[index])
 
         def fits(index: int) -> bool:
-            return self._pricer.fits(self._space.settled(at(index)))
+            return self._pricer.short_bytes(self._space.settled(at(index)), ends=True) <= 0
 
         low, high = entry.blocks.index(strategy.recompute_blocks) + 1, len(entry.blocks) - 1
         if low > high:
