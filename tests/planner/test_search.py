@@ -221,3 +221,32 @@ def test_only_schedules_that_are_defined_for_the_microbatches_are_tried(schedule
         space = Space(pricer, Pins(parse_assignments(pins, option="--pin")))
         meshes = [group.at(dp) for group in space.classes() for dp in group.dps]
         assert any(True for mesh in meshes for _ in space.schedules(mesh)) == defined
+
+
+@pytest.mark.parametrize("most_work", [500, 3_000])
+@pytest.mark.parametrize(
+    ("name", "machines", "batch", "sequence"),
+    [("llama-2-13b", "8xA100-40GB:2", 256, 4096), ("llama-3-70b", "8xH100-80GB:8", 512, 8192)],
+)
+def test_a_search_that_ends_early_is_near_the_best_and_says_how_near(
+    name: str, machines: str, batch: int, sequence: int, most_work: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(global_batch=batch, sequence=sequence, compute_dtype="bfloat16")
+    whole = asked(find_model(name), parse_cluster(machines), job)
+    assert whole.counts.unproven == 0, "this space is searched to its end"
+    monkeypatch.setattr("meshwright.planner.search._MOST_WORK", most_work)
+    early = asked(find_model(name), parse_cluster(machines), job)
+    assert 0 < early.counts.unproven < 0.25
+    assert early.counts.strategies < whole.counts.strategies
+    least, found = whole.fitting[0].step_s, early.fitting[0].step_s
+    assert (1 - early.counts.unproven) * found <= least <= found <= 1.05 * least
+
+
+def test_a_search_that_ends_early_goes_on_near_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek-V3 on 2,048 H800: where the search ends, a microbatch of 2 on the mesh of the best is not looked at."""
+    job = Job(global_batch=15360, sequence=4096, compute_dtype="bfloat16")
+    machines = parse_cluster("8xH800-80GB:256")
+    found = asked(find_model("deepseek-v3"), machines, job)
+    monkeypatch.setattr("meshwright.planner.search._NEAR", 0.0)
+    without = asked(find_model("deepseek-v3"), machines, job)
+    assert found.fitting[0].step_s < without.fitting[0].step_s
