@@ -1,108 +1,80 @@
-"""Floors of the pricer: never above the price, for strategies of every kind."""
+"""Floors of a search: below the price for strategies of every kind, on accelerators and on CPUs."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
+from meshwright.cost.floors import Floors
+from meshwright.cost.held_floor import in_flight
 from meshwright.cost.pricer import Pricer
 from meshwright.errors import MeshwrightError
-from meshwright.spec import Job, Offload, Strategy
+from meshwright.schedule import compute_orders
+from meshwright.spec import Job
 from meshwright.spec.catalogue import find_model
 from meshwright.spec.clusters import parse_cluster
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "interleaved-zb", "zb-v", "dualpipev")
-
-
-def drawn(draw: random.Random, experts: bool) -> Strategy | None:
-    """A random strategy, None where the draw is no legal one."""
-    pp = draw.choice([1, 1, 2, 3, 4])
-    options: dict[str, Any] = {
-        "dp": draw.choice([1, 2, 4, 8]),
-        "tp": draw.choice([1, 2, 4, 8]),
-        "cp": draw.choice([1, 1, 2]),
-        "ep": draw.choice([1, 2, 4]) if experts else 1,
-        "pp": pp,
-        "microbatch": draw.choice([1, 2]),
-        "zero": draw.randrange(4),
-        "recompute": draw.choice(["none", "selective", "full"]),
-    }
-    options["sequence_parallel"] = options["tp"] > 1 and draw.random() < 0.5
-    if pp > 1:
-        options["schedule"] = draw.choice(SCHEDULES)
-        looped = options["schedule"] in ("interleaved-1f1b", "looped-bfs", "interleaved-zb")
-        options["virtual_stages"] = 2 if looped or options["schedule"] in ("zb-v", "dualpipev") else 1
-    if options["zero"] == 3:
-        options["prefetch"] = draw.randrange(2)
-        options["gather"] = draw.choice(["unit", "step", "chunk"]) if pp > 1 else "unit"
-    if options["zero"]:
-        options["shard"] = draw.choice([1, options["dp"]])
-    if options["recompute"] != "none":
-        options["recompute_blocks"] = draw.choice([0, 3])
-    if draw.random() < 0.2:
-        options["offload"] = Offload(optimizer=draw.choice(["device", "host"]), activations="host")
-    try:
-        return Strategy(**options)
-    except MeshwrightError:
-        return None
+from meshwright.spec.job import Dtype
+from tests.cost.test_prices import drawn
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b", "mixtral-8x7b", "gpt2-xl"])
-def test_floors_lie_below_prices(name: str) -> None:
-    draw = random.Random(name)
-    cluster = parse_cluster("8xA100-80GB:64")
-    pricer = Pricer(find_model(name), cluster, Job(global_batch=64, sequence=1024, compute_dtype="bfloat16"))
-    seen = 0
+@pytest.mark.parametrize(
+    ("name", "machines", "dtype"),
+    [
+        ("llama-3-8b", "8xA100-80GB:64", "bfloat16"),
+        ("mixtral-8x7b", "8xH100-80GB:64", "bfloat16"),
+        ("gpt2", "8xCPU:8", "float32"),
+    ],
+)
+def test_floors_lie_below_prices(name: str, machines: str, dtype: Dtype) -> None:
+    draw = random.Random(machines)
+    job = Job(global_batch=64, sequence=1024, compute_dtype=dtype)
+    pricer = Pricer(find_model(name), parse_cluster(machines), job)
+    floors, seen = Floors(pricer), 0
     while seen < 80:
         strategy = drawn(draw, experts=name.startswith("mixtral"))
         try:
             if strategy is None:
                 continue
-            strategy = pricer.settled(strategy)
-            cost = pricer.price(strategy)
+            settled = pricer.settled(strategy)
+            step_s, memory = pricer.step_s(settled), pricer.memory(settled)
         except MeshwrightError:
             continue
         seen += 1
-        floor_s = pricer.floor_s(strategy)
-        mesh_s = pricer.mesh_floor_s(
-            dp=strategy.dp,
-            tp=strategy.tp,
-            pp=strategy.pp,
-            cp=strategy.cp,
-            ep=strategy.ep,
-            sequence_parallel=strategy.sequence_parallel,
-            microbatch=strategy.microbatch,
-        )
-        assert mesh_s <= floor_s * (1 + 1e-9), str(strategy)
-        assert 0 < floor_s <= cost.step_s, str(strategy)
-        assert 0 < pricer.floor_bytes(strategy) <= cost.total_bytes, str(strategy)
-        assert sum(cost.terms.values()) == pytest.approx(cost.step_s, rel=1e-9), str(strategy)
+        assert floors.mesh_s(strategy) <= step_s, str(settled)
+        assert floors.recomputed_mesh_s(strategy) <= step_s, str(settled)
+        assert floors.schedule_s(strategy) <= step_s, str(settled)
+        assert floors.strategy_s(strategy) <= step_s, str(settled)
+        assert floors.work_s(strategy.world_size) <= step_s, str(settled)
+        assert floors.bytes(strategy) <= memory.worst.total_bytes, str(settled)
+        for policy in ("selective", "full"):  # the settled strategy recomputes as much, or less
+            lean = replace(strategy, recompute=policy, recompute_blocks=0)
+            if strategy.recompute in ("none", policy):
+                assert floors.least_bytes(lean) <= memory.worst.total_bytes, str(settled)
+                assert floors.microbatch_bytes(lean, policy) <= memory.worst.total_bytes, str(settled)
 
 
-def test_more_data_parallel_ranks_do_not_raise_a_mesh_floor() -> None:
-    pricer = Pricer(
-        find_model("llama-3-8b"),
-        parse_cluster("8xH100-80GB:8"),
-        Job(global_batch=96, sequence=4096, compute_dtype="bfloat16"),
-    )
-    floors = [
-        pricer.mesh_floor_s(dp=dp, tp=1, pp=2, cp=1, ep=1, sequence_parallel=False, microbatch=1)
-        for dp in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-    ]
-    assert floors == sorted(floors, reverse=True)
-
-
-def test_stages_are_cut_so_that_the_head_is_counted() -> None:
-    pricer = Pricer(
-        find_model("llama-3-8b"),
-        parse_cluster("8xH100-80GB:1"),
-        Job(global_batch=32, sequence=4096, compute_dtype="bfloat16"),
-    )
-    even = Strategy(dp=1, pp=8, schedule="1f1b", stages=(4,) * 8)
-    settled = pricer.settled(replace(even, stages=()))
-    assert sum(settled.stages) == 32
-    assert settled.stages[-1] < 4
-    assert pricer.step_s(settled) < pricer.step_s(even)
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "zb-h1", "zb-v", "dualpipev", "interleaved-1f1b", "interleaved-zb", "gpipe"]
+)
+def test_as_many_microbatches_are_in_flight_as_the_orders_hold(schedule: str) -> None:
+    for ranks in (2, 3, 4):
+        for microbatches in (ranks, 2 * ranks, 4 * ranks):
+            virtual = 1 if schedule in ("1f1b", "zb-h1", "gpipe") else 2
+            try:
+                orders = compute_orders(schedule, ranks=ranks, microbatches=microbatches, virtual_stages=virtual)
+            except MeshwrightError:
+                continue
+            for rank in (0, ranks - 1):
+                told = in_flight(schedule, ranks, microbatches, virtual, rank)
+                held: dict[int, int] = {}
+                most = 0
+                for action in orders[rank]:
+                    if action.kind == "forward":
+                        held[action.stage] = held.get(action.stage, 0) + 1
+                        if all(held.get(stage, 0) >= count for stage, count in told.items()):
+                            most = max(most, sum(told.values()))
+                    elif action.kind != "backward-weight":
+                        held[action.stage] -= 1
+                assert most == sum(told.values()), (ranks, microbatches, rank, told)

@@ -1,8 +1,7 @@
-"""Pricer: all prices of one model on one cluster for one job, and floors that no price lies below."""
+"""Pricer: all prices of one model on one cluster for one job."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,23 +10,17 @@ from meshwright.cost.compute import Phases, Speeds, speeds
 from meshwright.cost.estimate import Estimate, estimate, estimate_of, rank_estimate
 from meshwright.cost.links import Placement
 from meshwright.cost.memory import StepMemory, recomputed_blocks
-from meshwright.cost.overhead import overhead_bytes
-from meshwright.cost.play import least_s, stage_ranks
+from meshwright.cost.play import stage_ranks
 from meshwright.cost.price import price
 from meshwright.cost.stage_work import Workshop
 from meshwright.cost.stages import even_layers
-from meshwright.cost.states import expert_group, shard_group
 from meshwright.cost.time import StepTime
 from meshwright.schedule import FOLDED
-from meshwright.spec import DTYPE_BYTES, Cluster, Cost, Job, Layout, ModelSpec, Strategy
+from meshwright.spec import Cluster, Cost, Job, Layout, ModelSpec, Strategy
 from meshwright.spec.conventions import on_accelerator
 from meshwright.spec.families import Described
 
 __all__ = ["Pricer"]
-
-#: Of a step the part that floors leave out, so that rounding never lifts them above a price.
-_SLACK = 1 - 1e-9
-_ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
 
 
 class _Parts(NamedTuple):
@@ -53,7 +46,6 @@ class Pricer:
         self._models: dict[Layout, ModelSpec] = {}
         self._parts: dict[tuple[object, ...], _Parts] = {}
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
-        self._meshes: dict[tuple[object, ...], float] = {}
         self._times: dict[Strategy, StepTime] = {}
         self._steps: dict[Strategy, StepMemory] = {}
         self._memories: dict[Strategy, Estimate] = {}
@@ -150,110 +142,6 @@ class Pricer:
                 break
         return int(group.device.memory_bytes * self.cluster.memory_fraction)
 
-    # --- floors -------------------------------------------------------------------------------------------------------
-
-    def mesh_floor_s(
-        self, *, dp: int, tp: int, pp: int, cp: int, ep: int, sequence_parallel: bool, microbatch: int
-    ) -> float:
-        """Seconds that no strategy on this mesh lies below, whatever its schedule, ZeRO stage, recompute and offload:
-        the compute of its microbatches, shared evenly by the pipeline ranks. More data-parallel ranks lower it.
-
-        Raises:
-            UnsupportedCombination, ConfigError: the mesh cannot divide the model or the batch.
-        """
-        key = (dp, tp, pp, cp, ep, sequence_parallel, microbatch)
-        if key not in self._meshes:
-            strategy = Strategy(
-                dp=dp,
-                tp=tp,
-                cp=cp,
-                ep=ep,
-                pp=pp,
-                schedule="1f1b" if pp > 1 else "single",
-                sequence_parallel=sequence_parallel,
-                microbatch=microbatch,
-            )
-            parts = self._works(strategy)
-            whole = sum(_both(one) for one in (parts.first, *parts.layers, parts.last))
-            self._meshes[key] = _SLACK * strategy.microbatches(self.job.global_batch) * whole / pp
-        return self._meshes[key]
-
-    def floor_s(self, strategy: Strategy) -> float:
-        """Seconds that the price of this strategy does not lie below: what its busiest pipeline rank computes, and what
-        passes before its first and after its last action.
-
-        Raises:
-            as `mesh_floor_s`; ConfigError: there are more stages than layers.
-        """
-        microbatches = strategy.microbatches(self.job.global_batch)
-        return _SLACK * least_s(strategy, self._stage_phases(strategy), microbatches)
-
-    def floor_bytes(self, strategy: Strategy) -> int:
-        """Bytes that `memory(strategy)` does not lie below on the rank that needs most: model states, what the schedule
-        keeps in flight on the first stage, the logits on the last, and the process."""
-        model = self.model(strategy)
-        sizes = strategy.stages or self.layers_of(strategy)
-        layers, others = model.layers, [block for block in model.blocks if block.kind != "layer"]
-        count, first, last = len(sizes), sizes[0], sizes[-1]
-        recomputed = recomputed_blocks(model, strategy)
-        microbatches = strategy.microbatches(self.job.global_batch)
-        embedding = [block for block in others if block.kind == "embedding"]
-        head = [block for block in others if block.kind == "head"]
-        stages = [(embedding if count > 1 else others, 0, first)]
-        if count > 1:
-            stages.append((head, len(layers) - last, len(layers)))
-        most = 0
-        for index, (around, start, stop) in enumerate(stages):
-            held = layers[start:stop]
-            elements = sum(b.parameters for b in (*held, *around))
-            experts = sum(math.prod(shape) for b in held for shape in b.experts)
-            kept = sum(
-                block.saved_bytes.get(strategy.recompute if start + at < recomputed else "none", 0)
-                for at, block in enumerate(held)
-            )
-            flight = self._in_flight(strategy, microbatches) if index == 0 else 1
-            if strategy.offload.activations == "host":
-                kept = 0
-            activations = strategy.microbatch * flight * kept
-            logits = 0
-            if any(block.kind == "head" for block in around):
-                logits = strategy.microbatch * (
-                    sum(b.output_bytes for b in around if b.kind == "head") + model.loss_bytes
-                )
-            most = max(most, self._states(strategy, elements, experts) + activations + logits)
-        overhead = overhead_bytes(self.cluster.device_kind, strategy, most)
-        return most + sum(overhead.values())
-
-    def _states(self, strategy: Strategy, elements: int, experts: int) -> int:
-        """Model states that are there at the moment of the loss, at least."""
-        job, offload = self.job, strategy.offload
-        group = shard_group(strategy)
-        share = (elements - experts) // group + experts // (expert_group(strategy) if group > 1 else 1)
-        trained = 0 if self._frozen else share
-        stored, compute = DTYPE_BYTES[job.param_dtype], DTYPE_BYTES[job.compute_dtype]
-        held = 0
-        if offload.optimizer == "device":
-            held += stored * job.optimizer.state_tensors * trained
-        if offload.parameters == "device" and offload.optimizer == "device":
-            held += stored * share
-        if group == 1 and offload.optimizer == "device":
-            held += stored * trained
-        if (compute < stored or group > 1) and strategy.zero < 3 and offload.parameters == "device":
-            held += compute * elements
-        return held
-
-    @property
-    def _frozen(self) -> bool:
-        """Whether some parameters get no gradient."""
-        return any(block.frozen for block in next(iter(self._models.values())).blocks)
-
-    def _in_flight(self, strategy: Strategy, microbatches: int) -> int:
-        if strategy.pp == 1:
-            return 1
-        if strategy.schedule in _ALL_IN_FLIGHT:
-            return microbatches
-        return min(microbatches, strategy.pp) if strategy.virtual_stages == 1 else 1
-
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def _works(self, strategy: Strategy) -> _Parts:
@@ -327,19 +215,6 @@ class Pricer:
         )
         paces = (speeds(device, self.job.compute_dtype).product_flops_per_s for device in devices)
         return tuple(pace / fastest.product_flops_per_s for pace in paces)
-
-    def _stage_phases(self, strategy: Strategy) -> list[Phases]:
-        parts = self._works(strategy)
-        sizes = self.layers_of(strategy)
-        recomputed = recomputed_blocks(self.model(strategy), strategy)
-        found, start = [], 0
-        for index, size in enumerate(sizes):
-            phases = parts.first if index == 0 else Phases()
-            for at in range(start, start + size):
-                phases = phases.plus(parts.again[at] if at < recomputed else parts.layers[at])
-            start += size
-            found.append(phases.plus(parts.last) if index == len(sizes) - 1 else phases)
-        return found
 
 
 def _both(phases: Phases) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+from meshwright.cost.floors import Floors
 from meshwright.errors import MeshwrightError
 from meshwright.planner.question import Question, permits
 from meshwright.planner.rule import Candidate
@@ -84,12 +85,12 @@ def _neighbours(strategy: Strategy, question: Question) -> Iterator[Strategy]:
 
 def _fastest(question: Question, options: list[Strategy]) -> tuple[Strategy, float] | None:
     """The fastest of these that fits, with its seconds; what bounds on time and memory rule out is not priced."""
-    pricer, best = question.pricer, None
-    bounds = []
+    pricer, best, bounds = question.pricer, None, []
+    floors = Floors(pricer)
     for number, option in enumerate(dict.fromkeys(options)):
         with suppress(MeshwrightError):
-            if pricer.floor_bytes(option) <= pricer.budget_bytes(option):
-                bounds.append((pricer.floor_s(option), number, option))
+            if floors.bytes(option) <= pricer.budget_bytes(option):
+                bounds.append((floors.strategy_s(option), number, option))
     for floor_s, _, option in sorted(bounds):
         if best is not None and floor_s >= best[1]:
             break

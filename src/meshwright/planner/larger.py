@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from meshwright.cost.floors import Floors
 from meshwright.errors import MeshwrightError
 from meshwright.planner.question import Question
 from meshwright.planner.rule import Candidate
@@ -34,8 +35,8 @@ def roomy(question: Question) -> Strategy | None:
 
 
 def _in_space(question: Question, space: Space) -> Strategy | None:
-    pricer = question.pricer
-    bounds = ((pricer.floor_bytes(s), str(s), s) for s in _leanest(question, space))
+    pricer, floors = question.pricer, Floors(question.pricer)
+    bounds = ((floors.bytes(s), str(s), s) for s in _leanest(question, space))
     lean = sorted(bound for bound in bounds if bound[0] <= pricer.budget_bytes(bound[2]))
     for _, _, strategy in lean[:_TRIED]:
         try:
@@ -58,7 +59,8 @@ def _leanest(question: Question, space: Space) -> Iterator[Strategy]:
 def closest(question: Question) -> list[Candidate]:
     """A few strategies that are short of least, without offload; none of them fits where nothing does."""
     pricer, space, found = question.pricer, question.space, list[Candidate]()
-    for strategy in sorted(_leanest(question, space), key=lambda s: (pricer.floor_bytes(s), str(s)))[:_CLOSEST]:
+    floors = Floors(pricer)
+    for strategy in sorted(_leanest(question, space), key=lambda s: (floors.bytes(s), str(s)))[:_CLOSEST]:
         try:
             executable = is_executable(strategy, question.job)
             found.append(Candidate(strategy=space.settled(strategy), pricer=pricer, executable=executable))

@@ -148,7 +148,7 @@ def plan_for(
             rule=rule_of(find_objective(objective)),
             memory=_MEMORY_SOURCE,
             time=_TIME_SOURCE,
-            cluster=f"{cluster.name}: {cluster.devices} x {cluster.nodes[0].device.name}",
+            cluster=f"{cluster.name}: {cluster.inventory}",
             constants=constants(cluster, job, best.strategy),
         ),
     )

@@ -24,9 +24,10 @@ _TIERS = ("offload.optimizer", "offload.parameters", "offload.activations")
 class Why:
     """An answer: the best strategy within what was `asked`, in text form, and what it costs against the chosen one.
 
-    `over` maps what is too small (`device`, `host memory`, `disk`) to the bytes that are short, and is empty where it
-    fits. `more_bytes` maps a category of memory to the bytes that it takes more (negative: less) than the chosen plan,
-    `more_s` a term to the seconds. `slower` is the share by which its step is longer (negative: shorter).
+    `kept` are the pins of the plan that hold here too. `over` maps what is too small (`device`, `host memory`, `disk`)
+    to the bytes that are short, and is empty where it fits. `more_bytes` maps a category of memory to the bytes that it
+    takes more (negative: less) than the chosen plan, `more_s` a term to the seconds. `slower` is the share by which its
+    step is longer (negative: shorter).
     """
 
     asked: str
@@ -42,6 +43,7 @@ class Why:
     more_bytes: dict[str, int] = field(default_factory=dict)
     more_s: dict[str, float] = field(default_factory=dict)
     reason: str
+    kept: str = ""
 
 
 def parse_why(text: str) -> list[Assignment]:
@@ -64,13 +66,14 @@ def why_not(question: Question, plan: Plan, asked: list[Assignment]) -> Why:
     """
     names = {pin.key for pin in asked}
     kept = [pin for key in question.pins.keys if key not in names for pin in question.pins.of(key)]
+    pinned = " ".join(map(str, kept))
     if plan.strategy.offload == Offload() and not any(key.startswith("offload.") for key in names):
         named = {pin.key for pin in kept}
         kept += [Assignment(tier, "=", "device") for tier in _TIERS if tier not in named]
     other = replace(question, pins=Pins([*kept, *asked]), executable=False)
     result = other.answer(1)
     found = result.fitting[0] if result.fitting else nearest(other, result)
-    return _beside(other, plan, found, " ".join(map(str, asked)))
+    return replace(_beside(other, plan, found, " ".join(map(str, asked))), kept=pinned)
 
 
 def _beside(question: Question, plan: Plan, found: Candidate, asked: str) -> Why:

@@ -52,41 +52,40 @@ def _file(found: Accuracy, file: str) -> Iterator[RenderableType]:
 
 
 def _rows(found: Accuracy, title: str, rows: Sequence[tuple[int, PricedRow]]) -> Table:
-    table = numbers(f"\n{title}")
-    table.add_column("row", justify="right")
-    table.add_column("model", no_wrap=True, max_width=20)
-    table.add_column("GPUs", justify="right", no_wrap=True)
-    table.add_column("strategy", max_width=44, no_wrap=True)
-    for name in ("s published", "predicted", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if found.calibrate_on:
-        table.add_column("calibrated", justify="right", no_wrap=True)
-    for name in ("GiB published", "predicted", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = numbers(f"\n{title}, published and predicted")
+    table.padding = (0, 1, 0, 0)
+    table.add_column("row", justify="right", no_wrap=True)
+    for name, ratio in (("model", 2), ("GPUs", 2), ("strategy", 5)):
+        table.add_column(name, ratio=ratio, overflow="fold")
+    timed, held = any(row.time for _, row in rows), any(row.memory for _, row in rows)
+    if timed:
+        for name in ("step, s", "error", *(("calibrated",) if found.calibrate_on else ())):
+            table.add_column(name, justify="right", no_wrap=name != "calibrated")
+    if held:
+        for name in ("GiB", "error"):
+            table.add_column(name, justify="right", no_wrap=True)
     for place, row in rows:
-        table.add_row(*_cells(found, place, row))
+        table.add_row(*_cells(found, place, row, timed, held))
     return table
 
 
-def _cells(found: Accuracy, place: int, row: PricedRow) -> list[RenderableType]:
+def _cells(found: Accuracy, place: int, row: PricedRow, timed: bool, held: bool) -> list[RenderableType]:
     time, memory, setup = row.time, row.memory, row.setup
     cells: list[RenderableType] = [
         str(row.row.index),
         row.row.text("model"),
         f"{row.row.text('gpus')} {row.row.text('gpu_type')[:_DEVICE]}",
         "" if setup is None else str(setup.strategy),
-        show_seconds(time.published_s if time else None),
-        show_seconds(time.predicted_s if time else None),
-        _error(time.error if time else None),
     ]
-    if found.calibrate_on:
+    if timed:
+        cells.append(f"{show_seconds(time.published_s)} {show_seconds(time.predicted_s)}" if time else "-")
+        cells.append(_error(time.error if time else None))
+    if timed and found.calibrate_on:
         calibrated = found.calibrated_s.get(place)
         cells.append(_error(calibrated / time.published_s - 1 if time and calibrated else None))
-    cells += [
-        f"{memory.published_bytes / _GIB:.1f}" if memory else "-",
-        f"{memory.predicted_bytes / _GIB:.1f}" if memory else "-",
-        _error(memory.error if memory else None),
-    ]
+    if held:
+        cells.append(f"{memory.published_bytes / _GIB:.1f} {memory.predicted_bytes / _GIB:.1f}" if memory else "-")
+        cells.append(_error(memory.error if memory else None))
     return cells
 
 
@@ -181,10 +180,11 @@ def _figures(found: Accuracy) -> Iterator[RenderableType]:
 def _time_table(found: Accuracy, parts: Sequence[tuple[str, Summary]]) -> Table:
     title = "\nTime of a step: errors of the prediction, and of a constant MFU per device"
     table = numbers(title + (f"; calibrated on {found.calibrate_on} rows" if found.calibrate_on else ""))
-    table.add_column("dense models of")
+    table.padding = (0, 1, 0, 0)
+    table.add_column("dense models of", overflow="fold")
     names = ["priced", "skipped", "median", "mean", "bias", "ranked", "regret", "constant MFU"]
     for name in names + (["calibrated", "ranked"] if found.calibrate_on else []):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     for name, summary in parts:
         if not summary.priced and not summary.skipped:
             continue

@@ -60,7 +60,7 @@ def _heading(plan: Plan) -> Text:
     parts.append(str(strategy), style="bold cyan")
     parts.append(
         f"\n{plan.model.name}, {plan.model.parameters:,} parameters\n"
-        f"{cluster.name}: {cluster.devices} x {cluster.nodes[0].device.name}, {strategy.world_size} used\n"
+        f"{cluster.name}: {cluster.inventory}, {strategy.world_size} used\n"
         f"global batch {job.global_batch} = dp {strategy.dp} x microbatch {strategy.microbatch}"
         f" x accumulation {strategy.microbatches(job.global_batch)}, sequences of {job.sequence} tokens, "
         f"{job.compute_dtype}, {job.stack} kernels\n",

@@ -53,8 +53,12 @@ def ranking(plan: Plan) -> Table:
 
 def why_view(answer: Why, plan: Plan) -> RenderableType:
     """The best strategy within what was asked beside the chosen one: time by term, memory by category."""
+    kept = f"  (pinned as before: {answer.kept})" if answer.kept else ""
     heading = Text.assemble(
-        ("\nWhy not ", "bold"), (answer.asked, "bold cyan"), (f"?  {answer.strategy}\n", ""), (f"{answer.reason}\n", "")
+        ("\nWhy not ", "bold"),
+        (answer.asked, "bold cyan"),
+        (f"?  {answer.strategy}{kept}\n", ""),
+        (f"{answer.reason}\n", ""),
     )
     times = _compared("Time of a step")
     names = sorted({**plan.cost.terms, **answer.more_s}, key=lambda name: -abs(answer.more_s.get(name, 0.0)))

@@ -168,6 +168,14 @@ class Cluster:
         return sum(group.count * group.devices for group in self.nodes)
 
     @property
+    def inventory(self) -> str:
+        """How many of which device: `16 x H100-SXM-80GB, 8 x A100-SXM-80GB`."""
+        counts: dict[str, int] = {}
+        for group in self.nodes:
+            counts[group.device.name] = counts.get(group.device.name, 0) + group.count * group.devices
+        return ", ".join(f"{count} x {name}" for name, count in counts.items())
+
+    @property
     def device_kind(self) -> str:
         """torch's device type of the first node's devices."""
         return self.nodes[0].device.kind

@@ -128,6 +128,8 @@ class _Run:
                 why="its [model] or [job] differs, and so would its memory",
                 fix="plan anew without --plan, or leave the model and the job to the plan",
             )
+        if options.plan is not None and options.job is None:
+            self._say("the plan says model and job; text and steps are those of the built-in job (--set, JOB.toml)")
         return plan
 
     def _free(self, wanted: RunFolder) -> RunFolder:
