@@ -234,7 +234,7 @@ def test_a_search_that_ends_early_is_near_the_best_and_says_how_near(
     job = Job(global_batch=batch, sequence=sequence, compute_dtype="bfloat16")
     whole = asked(find_model(name), parse_cluster(machines), job)
     assert whole.counts.unproven == 0, "this space is searched to its end"
-    monkeypatch.setattr("meshwright.planner.search._MOST_WORK", most_work)
+    monkeypatch.setattr("meshwright.planner.branches._MOST_WORK", most_work)
     early = asked(find_model(name), parse_cluster(machines), job)
     assert 0 < early.counts.unproven < 0.25
     assert early.counts.strategies < whole.counts.strategies
@@ -247,6 +247,6 @@ def test_a_search_that_ends_early_goes_on_near_the_best(monkeypatch: pytest.Monk
     job = Job(global_batch=15360, sequence=4096, compute_dtype="bfloat16")
     machines = parse_cluster("8xH800-80GB:256")
     found = asked(find_model("deepseek-v3"), machines, job)
-    monkeypatch.setattr("meshwright.planner.search._NEAR", 0.0)
+    monkeypatch.setattr("meshwright.planner.branches._NEAR", 0.0)
     without = asked(find_model("deepseek-v3"), machines, job)
     assert found.fitting[0].step_s < without.fitting[0].step_s

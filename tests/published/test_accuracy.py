@@ -131,14 +131,22 @@ def test_the_screen_shows_rows_reasons_and_figures() -> None:
     done = command(TABLES[1], "--calibrate-on", "3")
     assert done.exit_code == 0
     for words in (
-        "s published",
-        "GiB published",
+        "published and predicted",
+        "step, s",
+        "GiB",
         "skipped: low-rank adapters and quantised weights are not described",
         "assumed in row",
-        "Time of a step: errors of the prediction, and of a constant MFU per device; calibrated on 3 rows",
+        "Time of a step: errors of the prediction",
+        "Beside it, median errors: a constant MFU per device; calibrated on 3 rows",
         "Peak memory: errors of the prediction",
     ):
-        assert words in done.output
+        assert words in " ".join(done.output.split())
+
+
+def test_tables_stay_within_80_columns() -> None:
+    done = CliRunner().invoke(app, ["accuracy", TABLES[1], "--calibrate-on", "3"], env={"COLUMNS": "80"})
+    assert "…" not in done.output.split("Rows not to be trusted")[0]
+    assert max(map(len, done.output.splitlines())) <= 80
 
 
 def test_a_folder_passes_over_files_that_hold_no_runs(tmp_path: Path) -> None:

@@ -70,6 +70,16 @@ class Floors(Lines):
             return math.inf, 0
         return self._zero_s(strategy, policy, 0 if policy == "none" else blocks[place] or layers), place
 
+    def lean_mesh_s(self, strategy: Strategy, policy: str, blocks: Sequence[int]) -> float:
+        """As `zero_mesh_s`, without the communication of ZeRO: where the strategy is the one of its mesh that keeps
+        least, no other with this policy lies below."""
+        layers = len(self._sheet(strategy).line)
+        needed = self._recomputed(strategy, policy)
+        found = next((n for n in blocks if (n or layers) >= needed), None)
+        if found is None or (policy == "none" and needed):
+            return math.inf
+        return self._mesh_s(strategy, self._pace(strategy, policy), 0 if policy == "none" else found or layers)
+
     def recomputed_mesh_s(self, strategy: Strategy) -> float:
         """As `zero_mesh_s`, where at least so many layers recompute as in this strategy."""
         layers = len(self._sheet(strategy).line)

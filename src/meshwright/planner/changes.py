@@ -89,6 +89,7 @@ def _fastest(question: Question, options: list[Strategy]) -> tuple[Strategy, flo
     floors = Floors(pricer)
     for number, option in enumerate(dict.fromkeys(options)):
         with suppress(MeshwrightError):
+            option.microbatches(question.job.global_batch)  # refuses what does not divide the batch
             if floors.bytes(option) <= pricer.budget_bytes(option):
                 bounds.append((floors.strategy_s(option), number, option))
     for floor_s, _, option in sorted(bounds):

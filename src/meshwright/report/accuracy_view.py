@@ -55,12 +55,11 @@ def _rows(found: Accuracy, title: str, rows: Sequence[tuple[int, PricedRow]]) ->
     table = numbers(f"\n{title}, published and predicted")
     table.padding = (0, 1, 0, 0)
     table.add_column("row", justify="right", no_wrap=True)
-    for name, ratio in (("model", 2), ("GPUs", 2), ("strategy", 5)):
-        table.add_column(name, ratio=ratio, overflow="fold")
+    table.add_column("model, GPUs, strategy", ratio=1)
     timed, held = any(row.time for _, row in rows), any(row.memory for _, row in rows)
     if timed:
-        for name in ("step, s", "error", *(("calibrated",) if found.calibrate_on else ())):
-            table.add_column(name, justify="right", no_wrap=name != "calibrated")
+        for name in ("step, s", "error", *(("calibr.",) if found.calibrate_on else ())):
+            table.add_column(name, justify="right", no_wrap=True)
     if held:
         for name in ("GiB", "error"):
             table.add_column(name, justify="right", no_wrap=True)
@@ -71,12 +70,8 @@ def _rows(found: Accuracy, title: str, rows: Sequence[tuple[int, PricedRow]]) ->
 
 def _cells(found: Accuracy, place: int, row: PricedRow, timed: bool, held: bool) -> list[RenderableType]:
     time, memory, setup = row.time, row.memory, row.setup
-    cells: list[RenderableType] = [
-        str(row.row.index),
-        row.row.text("model"),
-        f"{row.row.text('gpus')} {row.row.text('gpu_type')[:_DEVICE]}",
-        "" if setup is None else str(setup.strategy),
-    ]
+    run = f"{row.row.text('model')}, {row.row.text('gpus')} {row.row.text('gpu_type')[:_DEVICE]}"
+    cells: list[RenderableType] = [str(row.row.index), run if setup is None else f"{run}\n{setup.strategy}"]
     if timed:
         cells.append(f"{show_seconds(time.published_s)} {show_seconds(time.predicted_s)}" if time else "-")
         cells.append(_error(time.error if time else None))
@@ -171,35 +166,38 @@ def _figures(found: Accuracy) -> Iterator[RenderableType]:
     parts.append(("models with experts", found.part(mixture=True)))
     times = [(name, found.time(rows)) for name, rows in parts]
     if any(summary.priced for _, summary in times):
-        yield _time_table(found, times)
+        yield _time_table(times)
+        yield _beside_table(found, times)
     memories = [(name, found.memory(rows)) for name, rows in parts]
     if any(summary.priced for _, summary in memories):
         yield _memory_table(memories)
 
 
-def _time_table(found: Accuracy, parts: Sequence[tuple[str, Summary]]) -> Table:
-    title = "\nTime of a step: errors of the prediction, and of a constant MFU per device"
-    table = numbers(title + (f"; calibrated on {found.calibrate_on} rows" if found.calibrate_on else ""))
-    table.padding = (0, 1, 0, 0)
+def _time_table(parts: Sequence[tuple[str, Summary]]) -> Table:
+    table = numbers("\nTime of a step: errors of the prediction")
     table.add_column("dense models of", overflow="fold")
-    names = ["priced", "skipped", "median", "mean", "bias", "ranked", "regret", "constant MFU"]
-    for name in names + (["calibrated", "ranked"] if found.calibrate_on else []):
-        table.add_column(name, justify="right")
+    for name in ("priced", "skipped", "median", "mean", "bias", "ranked", "regret"):
+        table.add_column(name, justify="right", no_wrap=True)
     for name, summary in parts:
-        if not summary.priced and not summary.skipped:
+        if summary.priced or summary.skipped:
+            regret = show_share(summary.regret.mean if summary.regret else None)
+            table.add_row(name, *_summed(summary), regret)
+    return table
+
+
+def _beside_table(found: Accuracy, parts: Sequence[tuple[str, Summary]]) -> Table:
+    """What else is compared: a constant share of the peak, and the prediction after calibration."""
+    title = "\nBeside it, median errors: a constant MFU per device"
+    table = numbers(title + (f"; calibrated on {found.calibrate_on} rows" if found.calibrate_on else ""))
+    table.add_column("dense models of", overflow="fold")
+    for name in ("prediction", "constant MFU", *(("calibrated", "ranked") if found.calibrate_on else ())):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, summary in parts:
+        if not summary.priced:
             continue
-        shown, base, told = summary.errors, summary.baseline, summary.calibrated
-        cells = [
-            str(summary.priced),
-            str(summary.rows_skipped),
-            show_share(shown.median_absolute if shown else None),
-            show_share(shown.mean_absolute if shown else None),
-            show_share(shown.median_signed if shown else None, signed=True),
-            _ranked(summary),
-            show_share(summary.regret.mean if summary.regret else None),
-            show_share(base.median_absolute if base else None),
-        ]
+        cells = [show_share(one.median_absolute if one else None) for one in (summary.errors, summary.baseline)]
         if found.calibrate_on:
+            told = summary.calibrated
             cells += [show_share(told.median_absolute if told else None), "-"]
             if told and told.concordance is not None:
                 cells[-1] = f"{told.concordance:.2f}"
@@ -215,17 +213,20 @@ def _memory_table(parts: Sequence[tuple[str, Summary]]) -> Table:
     for name, summary in parts:
         if not summary.priced and not summary.skipped:
             continue
-        shown = summary.errors
-        table.add_row(
-            name,
-            str(summary.priced),
-            str(summary.rows_skipped),
-            show_share(shown.median_absolute if shown else None),
-            show_share(shown.mean_absolute if shown else None),
-            show_share(shown.median_signed if shown else None, signed=True),
-            _ranked(summary),
-        )
+        table.add_row(name, *_summed(summary))
     return table
+
+
+def _summed(summary: Summary) -> list[str]:
+    shown = summary.errors
+    return [
+        str(summary.priced),
+        str(summary.rows_skipped),
+        show_share(shown.median_absolute if shown else None),
+        show_share(shown.mean_absolute if shown else None),
+        show_share(shown.median_signed if shown else None, signed=True),
+        _ranked(summary),
+    ]
 
 
 def _ranked(summary: Summary) -> str:
