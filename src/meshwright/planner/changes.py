@@ -86,7 +86,10 @@ def _neighbours(strategy: Strategy, question: Question) -> Iterator[Strategy]:
 def _fastest(question: Question, options: list[Strategy]) -> tuple[Strategy, float] | None:
     """The fastest of these that fits, with its seconds; what bounds on time and memory rule out is not priced."""
     pricer, best, bounds = question.pricer, None, []
-    floors = Floors(pricer)
+    try:
+        floors = Floors(pricer)
+    except MeshwrightError:  # a traced model is known for the shapes of its inputs alone
+        return None
     for number, option in enumerate(dict.fromkeys(options)):
         with suppress(MeshwrightError):
             option.microbatches(question.job.global_batch)  # refuses what does not divide the batch
