@@ -8,11 +8,11 @@ from itertools import product
 
 import pytest
 
-from meshwright.cost.makespan import Seconds, program, stage_ranks
+from meshwright.cost.makespan import Seconds, program
 from meshwright.cost.play import unit_counts
 from meshwright.cost.simulate import simulate
 from meshwright.errors import UnsupportedCombination
-from meshwright.schedule import COMPUTE, SCHEDULES, Kind, Schedule, make_schedule
+from meshwright.schedule import COMPUTE, SCHEDULES, Kind, Schedule, make_schedule, stage_ranks
 from meshwright.spec import Link, Strategy
 
 #: ZeRO stage, shard group and group that reduces; when units are gathered and reduced.

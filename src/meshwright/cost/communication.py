@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from meshwright.cost.memory import RankMemory, StepMemory
-from meshwright.cost.play import stage_ranks, unit_counts
+from meshwright.cost.play import unit_counts
+from meshwright.schedule import stage_ranks
 from meshwright.spec import DTYPE_BYTES, Job, ModelSpec, Strategy
 
 __all__ = ["count_collectives"]

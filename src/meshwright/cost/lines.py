@@ -11,11 +11,11 @@ from meshwright.cost.balance import balanced_layers, balanced_ranks
 from meshwright.cost.compute import Phases, speeds
 from meshwright.cost.held_floor import Load, Sheet, loads_of
 from meshwright.cost.links import Collective, Group, Placement, collective_s
-from meshwright.cost.play import SPLIT, rounds_left_out, stage_ranks
+from meshwright.cost.play import SPLIT, rounds_left_out
 from meshwright.cost.pricer import Pricer
 from meshwright.cost.stage_work import Workshop
 from meshwright.cost.states import shard_group
-from meshwright.schedule import FOLDED
+from meshwright.schedule import FOLDED, stage_ranks
 from meshwright.spec import DTYPE_BYTES, Strategy
 
 __all__ = ["SLACK", "Flow", "Line", "Lines", "Pace", "Wires", "both", "near", "sent_s"]

@@ -13,12 +13,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.errors import PlanError
-from meshwright.schedule import COMPUTE, FOLDED, compute_orders
+from meshwright.schedule import COMPUTE, compute_orders, stage_ranks
 from meshwright.schedule.collector import collector_paused
 from meshwright.schedule.orders import Orders
 from meshwright.schedule.units import Zero
 
-__all__ = ["Program", "Seconds", "program", "stage_ranks"]
+__all__ = ["Program", "Seconds", "program"]
 
 #: One compute action: its rank; its place in the seconds of all kinds and stages; the numbers of the message it waits
 #: for (the last one for none) and of the one it sends (-1 for none); the wire that goes over, and its place in the
@@ -134,13 +134,6 @@ class Program:
         return max(*now, *free)
 
 
-def stage_ranks(schedule: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """The pipeline rank of each stage: dealt out in turn, or laid out as a V."""
-    count = ranks * virtual_stages
-    folded = schedule in FOLDED
-    return tuple(n % ranks if n < ranks or not folded else count - 1 - n for n in range(count))
-
-
 @lru_cache(maxsize=512)
 def program(
     name: str, ranks: int, microbatches: int, virtual: int, zero: tuple[int, int, int], variant: tuple[str, str]
@@ -187,7 +180,7 @@ def _plain(name: str, ranks: int, microbatches: int, virtual: int) -> tuple[Prog
     ready, position, waiting, steps = list(range(ranks)), [0] * ranks, dict[int, int](), list[Step]()
     while ready:
         rank = ready.pop()
-        order, at = orders[rank], position[rank]
+        order = orders[rank]
         for at in range(position[rank], len(order)):
             kind, stage, k, _, _, _ = order[at]
             work, needs, gives, comes, sent, wire, message = kinds[kind, stage]

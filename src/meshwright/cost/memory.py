@@ -8,10 +8,10 @@ from operator import mul
 from typing import NamedTuple
 
 from meshwright.cost.held import adapted, stage_moments
-from meshwright.cost.makespan import stage_ranks
 from meshwright.cost.moments import Moment, StageMoments
 from meshwright.cost.occasions import Occasion, Occasions, Progress, occasions
 from meshwright.cost.stages import Stage, cut
+from meshwright.schedule import stage_ranks
 from meshwright.spec import Job, ModelSpec, Strategy
 from meshwright.spec.conventions import Convention
 

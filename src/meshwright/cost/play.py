@@ -13,14 +13,14 @@ from functools import cached_property
 
 from meshwright.cost.compute import Phases
 from meshwright.cost.links import Placement
-from meshwright.cost.makespan import Program, Seconds, program, stage_ranks
+from meshwright.cost.makespan import Program, Seconds, program
 from meshwright.cost.simulate import Timeline, simulate
 from meshwright.cost.stages import Stage
 from meshwright.cost.states import shard_group
-from meshwright.schedule import FOLDED, Kind, Schedule, make_schedule
+from meshwright.schedule import FOLDED, Kind, Schedule, make_schedule, stage_ranks
 from meshwright.spec import Link, Strategy
 
-__all__ = ["SPLIT", "Play", "StageTimes", "least_s", "program_of", "rounds_left_out", "stage_ranks", "unit_counts"]
+__all__ = ["SPLIT", "Play", "StageTimes", "least_s", "program_of", "rounds_left_out", "unit_counts"]
 
 #: Rounds of as many microbatches as pipeline ranks after which a schedule repeats itself; one laid out as a V needs
 #: twice as many.

@@ -10,11 +10,12 @@ from meshwright.cost.compute import Phases, Speeds, speeds
 from meshwright.cost.links import Collective, Placement, collective_s
 from meshwright.cost.memory import recomputed_blocks
 from meshwright.cost.offload import Streams, offload_streams
-from meshwright.cost.play import Play, StageTimes, stage_ranks, unit_counts
+from meshwright.cost.play import Play, StageTimes, unit_counts
 from meshwright.cost.simulate import Timeline
 from meshwright.cost.stage_work import StageWork, Workshop
 from meshwright.cost.stages import Stage, cut
 from meshwright.cost.states import shard_group
+from meshwright.schedule import stage_ranks
 from meshwright.spec import DTYPE_BYTES, Cluster, Job, ModelSpec, Strategy
 from meshwright.spec.conventions import Convention
 

@@ -31,7 +31,6 @@ __all__ = ["Branches"]
 
 #: What other schedules may hold less than 1F1B by cutting layers differently, as a share of a device's memory.
 _SPARE = 1.1
-
 #: A search of a large space ends after so much work, counted in stages of the strategies it looked at (and so many more
 #: for each): some seconds. What may have been lost by that is told (`Counts.unproven`).
 _MOST_WORK = 18_000
@@ -148,12 +147,14 @@ class Branches:
             self._push(mesh.ranks, self._floors.mesh_s(self._space.plain(mesh)), self._mesh, mesh, group, dps, at)
 
     def _microbatch_fits(self, mesh: Mesh) -> bool:
-        """Whether a microbatch may fit under any pipeline, ZeRO stage and data parallelism."""
+        """Whether a microbatch may fit into the largest device under any pipeline, ZeRO stage and data parallelism."""
         key = (mesh.tp, mesh.cp, mesh.ep, mesh.sequence_parallel, mesh.microbatch)
         if key not in self._microbatches:
             lean = self._space.leanest(mesh)
             needed = 0 if lean is None else self._floors.microbatch_bytes(lean, lean.recompute)
-            self._microbatches[key] = lean is None or self._has_room(lean, needed)
+            self._microbatches[key] = needed <= self._pricer.budget_bytes(Strategy())
+            if lean is not None and not self._microbatches[key]:
+                self._short.note(lean, needed)
         return self._microbatches[key]
 
     def _too_large(self, group: MeshClass) -> bool:
@@ -243,8 +244,7 @@ class Branches:
 
     def _lean(self, shapes: list[Shape], places: tuple[int, ...]) -> None:
         """Push a schedule again by the time it takes with the recomputation that its leanest strategy needs."""
-        every = (strategy for shape in shapes for strategy in shape.variants)
-        lean = min(every, key=leanness)
+        lean = min((strategy for shape in shapes for strategy in shape.variants), key=leanness)
         found = []
         for entry, place in zip(self._space.recomputes, places, strict=True):
             found.append(self._fewest(lean, entry, place) if place >= 0 else -1)

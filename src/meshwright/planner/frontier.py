@@ -13,9 +13,7 @@ _BELOW = 0.03
 
 Value = tuple[float, ...]
 Step = Callable[..., None]
-
-
-#: A step, what it can lead to at best, and its arguments.
+#: What a step can lead to at best, the step, and its arguments.
 Entry = tuple[Value, Step, tuple[Any, ...]]
 
 

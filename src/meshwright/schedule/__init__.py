@@ -3,7 +3,15 @@
 from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule, Window, windows
 from meshwright.schedule.files import parse_schedule, read_schedule, write_schedule
 from meshwright.schedule.flight import InFlight, in_flight
-from meshwright.schedule.make import FOLDED, SCHEDULES, compute_orders, make_schedule, single_stage, stage_rank
+from meshwright.schedule.make import (
+    FOLDED,
+    SCHEDULES,
+    compute_orders,
+    make_schedule,
+    single_stage,
+    stage_rank,
+    stage_ranks,
+)
 from meshwright.schedule.validate import validate
 
 __all__ = [
@@ -22,6 +30,7 @@ __all__ = [
     "read_schedule",
     "single_stage",
     "stage_rank",
+    "stage_ranks",
     "validate",
     "windows",
     "write_schedule",

@@ -21,7 +21,16 @@ from meshwright.schedule.units import Zero
 from meshwright.schedule.v_shaped import dualpipe_v, zb_v
 from meshwright.schedule.validate import validate
 
-__all__ = ["FOLDED", "SCHEDULES", "assemble", "compute_orders", "make_schedule", "single_stage", "stage_rank"]
+__all__ = [
+    "FOLDED",
+    "SCHEDULES",
+    "assemble",
+    "compute_orders",
+    "make_schedule",
+    "single_stage",
+    "stage_rank",
+    "stage_ranks",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +178,12 @@ def stage_rank(schedule: Schedule, stage: int) -> int:
     return schedule.stage_ranks[stage]
 
 
+def stage_ranks(name: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
+    """The pipeline rank of each stage of a schedule: dealt out in turn, or laid out as a V."""
+    count, folded = ranks * virtual_stages, name in FOLDED
+    return tuple(n % ranks if n < ranks or not folded else count - 1 - n for n in range(count))
+
+
 def _orders(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[Orders, tuple[int, ...]]:
     shape = _SHAPES.get(name)
     if shape is None:
@@ -191,7 +206,4 @@ def _orders(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tu
         )
     virtual = shape.virtual or virtual_stages
     orders = shape.orders(ranks, microbatches, virtual)
-    count = ranks * virtual
-    folded = [stage if stage < ranks else count - 1 - stage for stage in range(count)]
-    dealt = [stage % ranks for stage in range(count)]
-    return orders, tuple(folded if shape.folded else dealt)
+    return orders, stage_ranks(name, ranks, virtual)
