@@ -12,7 +12,6 @@ from meshwright.spec import Assignment, Cluster, DecoderShape, Job, job_for, par
 from meshwright.spec.clusters import parse_cluster
 from meshwright.spec.decoder import described
 from meshwright.spec.families import Described
-from meshwright.spec.job_file import read_job
 
 __all__ = ["Asked", "Request", "read_request", "require_options"]
 
@@ -97,6 +96,8 @@ def _from_job_file(asked: Asked) -> _Parts:
     for key, value in (("job.global_batch", asked.global_batch), ("job.sequence", asked.sequence)):
         if value is not None:
             sets.append(f"{key}={value}")
+    from meshwright.spec.job_file import read_job
+
     file = read_job(asked.model, sets)
     cluster = parse_cluster(asked.cluster) if asked.cluster is not None else file.cluster or this_machine()
     return described(file.model), cluster, file.job, file.pins, file.model

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from meshwright.cost.compute import speeds
 from meshwright.cost.held_floor import Load, held_bytes, states_bytes
-from meshwright.cost.lines import SLACK, Flow, Line, Lines, Pace, both, near, sent_s
+from meshwright.cost.lines import SLACK, Flow, Line, Lines, Pace, both, sent_s
 from meshwright.cost.links import Collective, collective_s
 from meshwright.cost.overhead import overhead_bytes
 from meshwright.cost.pricer import Pricer
@@ -42,7 +42,7 @@ class Floors(Lines):
 
     def bytes(self, strategy: Strategy) -> int:
         """Bytes that the rank that needs most does not lie below."""
-        return held_bytes(self._job, self._cluster.device_kind, strategy, self._line(strategy).loads)
+        return held_bytes(self._job, self._cluster.device_kind, strategy, self._loads(strategy))
 
     def work_s(self, ranks: int) -> float:
         """Seconds that no strategy on so many ranks lies below: the model's own work at the best that devices reach."""
@@ -107,16 +107,16 @@ class Floors(Lines):
         gathers, reduces = self._gathers(strategy, count), self._reduces(strategy, count)
         wires, sharded = self._groups(strategy), shard_group(strategy) > 1
         c, r = DTYPE_BYTES[self._job.compute_dtype], DTYPE_BYTES[self._job.reduce_dtype]
-        over = wires.zero if sharded else wires.reduced
+        over, near = (wires.zero, wires.near_zero) if sharded else (wires.reduced, wires.near_reduced)
         kind: Collective = "reduce_scatter" if sharded else "all_reduce"
         streams = reduces * sent_s(kind, r, rank, over, wires.experts)
-        beside = reduces * sent_s(kind, r, rank, near(over), near(wires.experts))
+        beside = reduces * sent_s(kind, r, rank, near, wires.near_experts)
         if sharded and strategy.zero == 3 and not strategy.prefetch:
             busy += 2 * count * sent_s("all_gather", c, rank, wires.zero, wires.experts)
             beside = 0.0
         elif sharded:
             streams += gathers * sent_s("all_gather", c, rank, wires.zero, wires.experts)
-            beside += gathers * sent_s("all_gather", c, rank, near(wires.zero), near(wires.experts))
+            beside += gathers * sent_s("all_gather", c, rank, near, wires.near_experts)
         played = max(busy, pace.chain, streams if pp == 1 else 0.0)
         after = self._jitter(strategy) * busy + self._contention * beside
         return SLACK * (played + after + self._updated_s(strategy, trained))

@@ -18,7 +18,7 @@ from meshwright.cost.states import shard_group
 from meshwright.schedule import FOLDED, stage_ranks
 from meshwright.spec import DTYPE_BYTES, Strategy
 
-__all__ = ["SLACK", "Flow", "Line", "Lines", "Pace", "Wires", "both", "near", "sent_s"]
+__all__ = ["SLACK", "Flow", "Line", "Lines", "Pace", "Wires", "both", "sent_s"]
 
 #: Of a step the part that is left out, so that rounding never lifts a floor above a price.
 SLACK = 1 - 1e-9
@@ -59,12 +59,16 @@ class Pace(NamedTuple):
 
 
 class Wires(NamedTuple):
-    """The groups of ranks that ZeRO's collectives run over."""
+    """The groups of ranks that ZeRO's collectives run over; `near` ones as if they lay on one node and a start took no
+    time."""
 
     zero: Group
     reduced: Group
     experts: Group
     replicas: Group
+    near_zero: Group
+    near_reduced: Group
+    near_experts: Group
 
 
 class Flow(NamedTuple):
@@ -99,7 +103,6 @@ class Line:
     stages: list[tuple[int, int, int, float]]
     trained: int
     forward_s: float
-    loads: tuple[Load, ...]
     flows: dict[tuple[int, bool], Flow] = field(default_factory=dict)
 
 
@@ -113,6 +116,7 @@ class Lines:
         self._paces: dict[tuple[object, ...], Pace] = {}
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._lines: dict[tuple[object, ...], Line] = {}
+        self._held: dict[tuple[object, ...], tuple[Load, ...]] = {}
         self._wires: dict[tuple[object, ...], Wires] = {}
         found = [speeds(group.device, self._job.compute_dtype) for group in self._cluster.nodes]
         self._speed = max(found, key=lambda speed: speed.product_flops_per_s)
@@ -169,14 +173,18 @@ class Lines:
         return self._sheets[key]
 
     def _line(self, strategy: Strategy) -> Line:
-        s = strategy
-        key = (
-            *(s.dp, s.tp, s.pp, s.cp, s.ep, s.sequence_parallel, s.microbatch, s.unit_blocks),
-            *(s.schedule, s.virtual_stages, s.recompute, s.recompute_blocks, s.stages),
-        )
+        key = _but_zero(strategy)
         if key not in self._lines:
             self._lines[key] = self._cut(strategy)
         return self._lines[key]
+
+    def _loads(self, strategy: Strategy) -> tuple[Load, ...]:
+        """What the ranks hold that may hold most."""
+        key = _but_zero(strategy)
+        if key not in self._held:
+            sheet, sizes = self._sheet(strategy), self._sizes(strategy)
+            self._held[key] = loads_of(sheet, strategy, sizes, self._microbatches(strategy))
+        return self._held[key]
 
     def _cut(self, strategy: Strategy) -> Line:
         """A strategy's stages, and what is known of their ranks."""
@@ -214,7 +222,6 @@ class Lines:
             stages=stages,
             trained=trained,
             forward_s=forward[0],
-            loads=loads_of(sheet, strategy, sizes, count),
         )
 
     def _stage_seconds(self, strategy: Strategy, sizes: tuple[int, ...]) -> tuple[list[float], ...]:
@@ -282,8 +289,8 @@ class Lines:
         key = (s.dp, s.tp, s.pp, s.cp, s.ep, s.shard, s.mesh_order)
         if key not in self._wires:
             placement = Placement(self._cluster, s)
-            names = ("zero", "reduced", "experts", "dp_replicate")
-            self._wires[key] = Wires(*(placement.group(name) for name in names))
+            groups = [placement.group(name) for name in ("zero", "reduced", "experts", "dp_replicate")]
+            self._wires[key] = Wires(*groups, *(_near(group) for group in groups[:3]))
         return self._wires[key]
 
     def _flow(self, line: Line, strategy: Strategy) -> Flow:
@@ -293,13 +300,14 @@ class Lines:
             wires = self._groups(strategy)
             kind: Collective = "reduce_scatter" if sharded else "all_reduce"
             c, r = DTYPE_BYTES[self._job.compute_dtype], DTYPE_BYTES[self._job.reduce_dtype]
-            over = wires.zero if sharded else wires.reduced
+            zero = wires.zero, wires.near_zero
+            over = zero if sharded else (wires.reduced, wires.near_reduced)
             times = []
             gather: Collective = "all_gather"
-            for what, each, ranks in ((gather, c, wires.zero), (kind, r, over)):
+            for what, each, (ranks, near) in ((gather, c, zero), (kind, r, over)):
                 here = sharded or what != "all_gather"
                 times.append([sent_s(what, each, one, ranks, wires.experts) if here else 0.0 for one in line.stages])
-                pair = near(ranks), near(wires.experts)
+                pair = near, wires.near_experts
                 times.append([sent_s(what, each, one, *pair) if here else 0.0 for one in line.stages[1:]])
             gathers, gathers_moved, reduces, reduces_moved = times
             line.flows[key] = Flow(
@@ -312,6 +320,15 @@ class Lines:
         return strategy.virtual_stages > 1 and rounds_left_out(strategy, count) > 0
 
 
+def _but_zero(strategy: Strategy) -> tuple[object, ...]:
+    """What stages depend on: all of a strategy but ZeRO and offload."""
+    s = strategy
+    return (
+        *(s.dp, s.tp, s.pp, s.cp, s.ep, s.sequence_parallel, s.microbatch, s.unit_blocks),
+        *(s.schedule, s.virtual_stages, s.recompute, s.recompute_blocks, s.stages),
+    )
+
+
 def sent_s(kind: Collective, each: int, stage: tuple[int, int, int, float], over: Group, experts: Group) -> float:
     """Seconds to gather or reduce all units of a stage once."""
     plain, laid, units, _ = stage
@@ -319,8 +336,7 @@ def sent_s(kind: Collective, each: int, stage: tuple[int, int, int, float], over
     return found + units * collective_s(kind, each * laid / units, experts) if laid else found
 
 
-def near(group: Group) -> Group:
-    """As if the ranks lay on one node, and starting took no time."""
+def _near(group: Group) -> Group:
     return group._replace(inside=group.size, nodes=1, within=replace(group.within, latency_s=0.0), call_s=0.0)
 
 

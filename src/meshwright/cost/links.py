@@ -57,14 +57,14 @@ def collective_s(kind: Collective, message_bytes: float, group: Group) -> float:
     size, inside, nodes, within, between, call_s = group
     if size == 1:
         return 0.0
-    fast, slow = (link.bytes_per_s * (link.collectives or {}).get(kind, link.efficiency) for link in (within, between))
     if kind == "send":
-        link, rate = (between, slow) if inside == 1 and nodes > 1 else (within, fast)
-        return link.latency_s + message_bytes / rate
-    times = 2 if kind == "all_reduce" else 1
+        link = between if inside == 1 and nodes > 1 else within
+        return link.latency_s + message_bytes / _rate(link, kind)
+    fast, times = _rate(within, kind), 2 if kind == "all_reduce" else 1
     if nodes == 1:
         moved = times * (size - 1) / size * message_bytes / fast
         return call_s + times * (size - 1) * within.latency_s + moved
+    slow = _rate(between, kind)
     if kind == "all_to_all":
         moved = max((size - inside) / size * message_bytes / slow, (inside - 1) / size * message_bytes / fast)
         return call_s + (nodes - 1) * between.latency_s + (inside - 1) * within.latency_s + moved
@@ -76,6 +76,11 @@ def collective_s(kind: Collective, message_bytes: float, group: Group) -> float:
     latency = steps * between.latency_s + times * (inside - 1) * within.latency_s
     spread = 1 + _SPREAD[kind] * math.log2(nodes)
     return call_s + latency + times * max(across * spread, here)
+
+
+def _rate(link: Link, kind: Collective) -> float:
+    """Bytes per second that a collective reaches."""
+    return link.bytes_per_s * (link.collectives.get(kind, link.efficiency) if link.collectives else link.efficiency)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from operator import mul
-from typing import NamedTuple
 
 from meshwright.cost.held import adapted, stage_moments
 from meshwright.cost.moments import Moment, StageMoments
@@ -26,14 +25,9 @@ def recomputed_blocks(model: ModelSpec, strategy: Strategy) -> int:
     return 0 if strategy.recompute == "none" else min(strategy.recompute_blocks or layers, layers)
 
 
-class _Situation(NamedTuple):
-    """All on which the moments inside an action depend: the action, and how far its stage is."""
-
-    kind: str
-    stage: int
-    first: bool
-    earlier: bool
-    last: bool
+#: All on which the moments inside an action depend: its kind and stage; whether it is the stage's first, gradients of
+#: earlier microbatches are there, and it is the stage's last.
+_Situation = tuple[str, int, bool, bool, bool]
 
 
 class RankMemory:
@@ -87,7 +81,11 @@ class RankMemory:
         sizes = [sum(stage.kept) for stage in stages] + [stage.waiting for stage in stages]
         fullest: dict[_Situation, tuple[int, int, Occasion, tuple[int, ...]]] = {}
         for occasion, lines in self._occasions.items():
-            most, first, held = max((sum(map(mul, line, sizes)), -number, line) for line, number in lines.items())
+            most, first, held = -1, 0, tuple[int, ...]()
+            for line, number in lines.items():  # the first comes first
+                total = sum(map(mul, line, sizes))
+                if total > most:
+                    most, first, held = total, -number, line
             situation, total = self._situation(occasion), self._beside(occasion).total + most
             if situation not in fullest or (total, first) > fullest[situation][:2]:
                 fullest[situation] = total, first, occasion, held
@@ -139,15 +137,15 @@ class RankMemory:
         kind, stage, first, last, progress = occasion
         now = progress[self._places[stage]]
         earlier = now.backwards or (self._moments[stage].fused and now.halves)
-        return _Situation(kind, stage, first, earlier, last)
+        return kind, stage, first, earlier, last
 
     def _beside(self, occasion: Occasion) -> Moment:
         """What the other stages hold besides microbatches in flight."""
         key = occasion.stage, occasion.progress
         if key not in self._besides:
             stages = zip(self._places, occasion.progress, strict=True)
-            others = (self._moments[index].after(there) for index, there in stages if index != occasion.stage)
-            self._besides[key] = _sum("", others)
+            others = [self._moments[index].after(there) for index, there in stages if index != occasion.stage]
+            self._besides[key] = others[0] if len(others) == 1 else _sum("", others)
         return self._besides[key]
 
     def _flying(self, occasion: Occasion, held: tuple[int, ...]) -> Moment:

@@ -38,11 +38,14 @@ class Moment(NamedTuple):
     @property
     def total(self) -> int:
         """Sum of the categories."""
-        return self.gradients + self.gathered + self.activations + self.logits
+        _, gradients, _, gathered, activations, logits = self
+        return gradients + gathered + activations + logits
 
     def plus(self, other: Moment) -> Moment:
         """Both at once; the phase is this one's."""
-        return Moment(self.phase, *(a + b for a, b in zip(self[1:], other[1:], strict=True)))
+        phase, gradients, reduced, gathered, activations, logits = self
+        _, a, b, c, d, e = other
+        return Moment(phase, gradients + a, reduced + b, gathered + c, activations + d, logits + e)
 
 
 class StageMoments:
@@ -57,6 +60,7 @@ class StageMoments:
         self.states = States(stage.blocks, job, strategy)
         #: The largest moment of an action, once it is known.
         self.largest: dict[tuple[object, ...], Moment] = {}
+        self._while: dict[Progress, Moment] = {}
         self._strategy, self._recomputed = strategy, recomputed
         self._s, self._c = DTYPE_BYTES[job.param_dtype], DTYPE_BYTES[job.compute_dtype]
         self._r = DTYPE_BYTES[job.reduce_dtype]
@@ -188,8 +192,10 @@ class StageMoments:
 
     def after(self, progress: Progress) -> Moment:
         """What this stage holds while another action runs, so far in the step."""
-        earlier = progress.backwards or (self.fused and progress.halves)
-        return self.idle(begun=progress.begun, ended=progress.ended, earlier=earlier)
+        if progress not in self._while:
+            earlier = progress.backwards or (self.fused and progress.halves)
+            self._while[progress] = self.idle(begun=progress.begun, ended=progress.ended, earlier=earlier)
+        return self._while[progress]
 
     def idle(self, *, begun: bool, ended: bool, earlier: bool) -> Moment:
         """What this stage holds while another action runs: gathered parameters and gradients.

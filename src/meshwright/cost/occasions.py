@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.schedule import compute_orders
+from meshwright.schedule import compute_order
 
 __all__ = ["Occasion", "Occasions", "Progress", "occasions"]
 
@@ -61,41 +61,33 @@ def occasions(name: str, ranks: int, microbatches: int, virtual: int, rank: int)
 
 @lru_cache(maxsize=4096)  # a search looks at many strategies of one schedule
 def _walk(name: str, ranks: int, microbatches: int, virtual: int, rank: int) -> Occasions:
-    order = _orders(name, ranks, microbatches, virtual)[rank]
-    stages = sorted({stage for _, stage, _ in order})
+    order = compute_order(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual, rank=rank)
+    stages = sorted({action.stage for action in order})
     place, count = {stage: index for index, stage in enumerate(stages)}, len(stages)
     held, left = [0] * (2 * count), [microbatches] * count
     progress = (Progress(False, False, False, False),) * count
-    found: dict[Occasion, dict[tuple[int, ...], int]] = {}
+    # One loop without calls, as there are many actions: an occasion is made of its key in the end.
+    found: dict[tuple[str, int, bool, bool, tuple[Progress, ...]], dict[tuple[int, ...], int]] = {}
     number = 0
-    for kind, stage, _ in order:
+    for kind, stage, *_ in order:
         at = place[stage]
-        now = progress[at]
+        begun, ended, halves, backwards = now = progress[at]
         if kind == "backward-weight":
             held[count + at] -= 1
         elif kind != "forward":
             held[at] -= 1
-        lines = found.setdefault(Occasion(kind, stage, not now.begun, left[at] == 1, progress), {})
+        lines = found.setdefault((kind, stage, not begun, left[at] == 1, progress), {})
         if lines.setdefault(tuple(held), number) == number:
             number += 1
-        begun, ended, halves, backwards = now
         if kind == "forward":
             held[at] += 1
-            begun = True
+            after = now if begun else now._replace(begun=True)
         elif kind == "backward-input":
             held[count + at] += 1
-            halves = True
+            after = now if halves else now._replace(halves=True)
         else:
             left[at] -= 1
-            backwards, ended = True, not left[at]
-        after = Progress(begun, ended, halves, backwards)
-        if after != now:
+            after = now if backwards and left[at] else now._replace(backwards=True, ended=ended or not left[at])
+        if after is not now:
             progress = (*progress[:at], after, *progress[at + 1 :])
-    return found
-
-
-@lru_cache(maxsize=64)
-def _orders(name: str, ranks: int, microbatches: int, virtual: int) -> tuple[tuple[tuple[str, int, int], ...], ...]:
-    """The compute actions of each rank: kind, stage, microbatch."""
-    orders = compute_orders(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual)
-    return tuple(tuple((action.kind, action.stage, action.microbatch) for action in actions) for actions in orders)
+    return {Occasion(*key): lines for key, lines in found.items()}

@@ -30,8 +30,8 @@ def framework_bytes(device_kind: str) -> int:
 
 def communicators(strategy: Strategy) -> int:
     """Groups of ranks that a rank communicates in: one per mesh dimension of more than one rank."""
-    degrees = (strategy.tp, strategy.pp, strategy.cp, strategy.ep, strategy.replicas)
-    return sum(degree > 1 for degree in degrees) + (strategy.shard * strategy.cp > 1)
+    s = strategy
+    return (s.tp > 1) + (s.pp > 1) + (s.cp > 1) + (s.ep > 1) + (s.replicas > 1) + (s.shard * s.cp > 1)
 
 
 def overhead_bytes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from meshwright.cost.balance import balanced_layers, balanced_ranks
@@ -48,7 +49,23 @@ class Pricer:
         self._times: dict[Strategy, StepTime] = {}
         self._steps: dict[Strategy, StepMemory] = {}
         self._memories: dict[Strategy, Estimate] = {}
+        most_first = sorted(cluster.nodes, key=lambda group: -group.device.memory_bytes)
+        devices = accumulate(group.count * group.devices for group in most_first)
+        usable = (int(group.device.memory_bytes * cluster.memory_fraction) for group in most_first)
+        #: Up to how many devices there are those with at least so many bytes that a plan may use.
+        self._budgets = list(zip(devices, usable, strict=True))
         self._convention = None if cluster.device_kind == "cpu" else on_accelerator(None)
+
+    def on(self, cluster: Cluster) -> Pricer:
+        """The prices of the same model and job on other machines. What these do not change is worked out once for both:
+        the bytes of a step on devices of the same kind, and its seconds where only memory differs."""
+        other = Pricer(self.described, cluster, self.job)
+        other._models = self._models
+        if cluster.device_kind == self.cluster.device_kind:
+            other._steps = self._steps
+        if _forgetting_memory(cluster) == _forgetting_memory(self.cluster):
+            other._parts, other._cuts, other._times = self._parts, self._cuts, self._times
+        return other
 
     # --- exact --------------------------------------------------------------------------------------------------------
 
@@ -114,9 +131,9 @@ class Pricer:
         return self.short_bytes(strategy) <= 0 and self.memory(strategy).fits
 
     def _step(self, strategy: Strategy) -> StepMemory:
+        if strategy.world_size > self.cluster.devices:
+            estimate(self.model(strategy), self.cluster, self.job, strategy)  # says so
         if strategy not in self._steps:
-            if strategy.world_size > self.cluster.devices:
-                estimate(self.model(strategy), self.cluster, self.job, strategy)  # says so
             self._steps[strategy] = StepMemory(self.model(strategy), self.job, strategy, self._convention)
         return self._steps[strategy]
 
@@ -134,12 +151,8 @@ class Pricer:
 
     def budget_bytes(self, strategy: Strategy) -> int:
         """What a plan may use of the smallest device that it needs; those with the most memory are taken first."""
-        left = strategy.world_size
-        for group in sorted(self.cluster.nodes, key=lambda group: -group.device.memory_bytes):
-            left -= group.count * group.devices
-            if left <= 0:
-                break
-        return int(group.device.memory_bytes * self.cluster.memory_fraction)
+        ranks = strategy.world_size
+        return next((usable for devices, usable in self._budgets if ranks <= devices), self._budgets[-1][1])
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
@@ -214,6 +227,11 @@ class Pricer:
         )
         paces = (speeds(device, self.job.compute_dtype).product_flops_per_s for device in devices)
         return tuple(pace / fastest.product_flops_per_s for pace in paces)
+
+
+def _forgetting_memory(cluster: Cluster) -> Cluster:
+    nodes = (replace(group, device=replace(group.device, memory_bytes=1)) for group in cluster.nodes)
+    return replace(cluster, nodes=tuple(nodes))
 
 
 def _both(phases: Phases) -> float:

@@ -206,8 +206,9 @@ class StepTime:
 
     @cached_property
     def _play(self) -> Play:
+        alike = {id(work): work.all for work in self._work}
         times = StageTimes(
-            phases=tuple(work.all for work in self._work),
+            phases=tuple(alike[id(work)] for work in self._work),
             gather=tuple(0.0 if self._waits else self._gather_s(stage) for stage in self._stages),
             reduce=tuple(self._reduce_s(stage) for stage in self._stages),
         )

@@ -17,6 +17,7 @@ from typing import Any
 from meshwright.cost.floors import Floors
 from meshwright.cost.pricer import Pricer
 from meshwright.errors import ConfigError
+from meshwright.planner.amounts import Amounts
 from meshwright.planner.frontier import Entry, Frontier
 from meshwright.planner.meshes import Mesh, MeshClass
 from meshwright.planner.near import mesh_of
@@ -24,7 +25,7 @@ from meshwright.planner.nearest import Nearest
 from meshwright.planner.objective import Objective
 from meshwright.planner.result import Counts, Result
 from meshwright.planner.rule import Candidate, leanness
-from meshwright.planner.space import Recompute, Shape, Space
+from meshwright.planner.space import Shape, Space
 from meshwright.spec import Strategy, is_executable
 
 __all__ = ["Branches"]
@@ -71,6 +72,7 @@ class Branches:
         self._counts = Counts()
         self._recorded = self._work = 0
         self._floors = Floors(pricer)
+        self._amounts = Amounts(pricer, space, self._floors, self._short)
 
     def run(self) -> Result:
         """Search to the end, or until so much was looked at that the best of it has to do: first without pipelines,
@@ -179,7 +181,7 @@ class Branches:
         lean = self._space.leanest(mesh)
         if lean is None or not self._has_room(lean, self._floors.least_bytes(lean)):
             return
-        least = min(self._floors.lean_mesh_s(lean, entry.policy, entry.blocks) for entry in self._space.recomputes)
+        least = self._amounts.lean_s(lean)
         if least < math.inf:
             self._push(mesh.ranks, least, self._ways, mesh, lean)
         else:
@@ -187,27 +189,23 @@ class Branches:
 
     def _ways(self, mesh: Mesh, lean: Strategy) -> None:
         """Push a mesh again by the time it takes with the communication of its quickest way to shard."""
-        # Of every way to shard, and every way to recompute: the floor, and the fewest blocks that may be enough.
-        ways = []
-        for way in self._space.sharded(lean):
-            floors = [self._floors.zero_mesh_s(way, entry.policy, entry.blocks) for entry in self._space.recomputes]
-            least = floors[0][0] if floors[0][0] < math.inf else min(floors)[0]
-            if least < math.inf:
-                ways.append((least, way, tuple(place if floor < math.inf else -1 for floor, place in floors)))
+        ways = [
+            (*found, way) for way in self._space.sharded(lean) if (found := self._amounts.needed(way))[0] < math.inf
+        ]
         if ways:
             self._push(mesh.ranks, min(least for least, *_ in ways), self._firm, mesh, ways)
         else:
             self._short.note(lean, self._floors.least_bytes(lean))
 
-    def _firm(self, mesh: Mesh, ways: list[tuple[float, Strategy, tuple[int, ...]]]) -> None:
+    def _firm(self, mesh: Mesh, ways: list[tuple[float, tuple[int, ...], Strategy]]) -> None:
         """Push a mesh again by the time it takes with the recomputation that 1F1B needs: no schedule keeps less."""
         best, fewest = math.inf, [len(entry.blocks) for entry in self._space.recomputes]
-        for least, way, places in sorted(ways, key=itemgetter(0)):
+        for least, places, way in sorted(ways, key=itemgetter(0)):
             if self._objective.value(mesh.ranks, least) > self._limit:
                 break
             known = least < best and way.schedule in ("single", "1f1b")
             for number, (entry, place) in enumerate(zip(self._space.recomputes, places, strict=True)):
-                found = self._fewest(way, entry, place, _SPARE) if known and place >= 0 else place
+                found = self._amounts.fewest(way, entry, place, _SPARE) if known and place >= 0 else place
                 if found < 0:
                     continue
                 fewest[number] = min(fewest[number], found)
@@ -230,29 +228,21 @@ class Branches:
             places: of each way to recompute, the place in its numbers of blocks of the least; -1 where none is enough.
         """
         for shapes in self._space.schedules(mesh):
-            self._push(mesh.ranks, self._least_s(shapes[0].variants[0], places), self._lean, shapes, places)
-
-    def _least_s(self, strategy: Strategy, places: tuple[int, ...]) -> float:
-        least = math.inf
-        for entry, place in zip(self._space.recomputes, places, strict=True):
-            if place >= 0:
-                changed = self._space.recomputing(strategy, entry, entry.blocks[place])
-                least = min(least, self._floors.schedule_s(changed))
-                if entry is self._space.recomputes[0]:
-                    break  # the others take longer
-        return least
+            self._push(mesh.ranks, self._amounts.least_s(shapes[0].variants[0], places), self._lean, shapes, places)
 
     def _lean(self, shapes: list[Shape], places: tuple[int, ...]) -> None:
         """Push a schedule again by the time it takes with the recomputation that its leanest strategy needs."""
         lean = min((strategy for shape in shapes for strategy in shape.variants), key=leanness)
         found = []
         for entry, place in zip(self._space.recomputes, places, strict=True):
-            found.append(self._fewest(lean, entry, place) if place >= 0 else -1)
+            found.append(self._amounts.fewest(lean, entry, place) if place >= 0 else -1)
             if found[0] >= 0:
                 found += places[1:]
                 break
         if max(found) >= 0:
-            self._push(shapes[0].mesh.ranks, self._least_s(lean, tuple(found)), self._shapes, shapes, tuple(found))
+            self._push(
+                shapes[0].mesh.ranks, self._amounts.least_s(lean, tuple(found)), self._shapes, shapes, tuple(found)
+            )
 
     # --- strategies ---------------------------------------------------------------------------------------------------
 
@@ -272,34 +262,13 @@ class Branches:
             least = self._space.recomputing(strategy, entry, entry.blocks[places[number]])
             if self._objective.value(shape.mesh.ranks, self._floors.strategy_s(least)) > self._limit:
                 continue
-            place = self._fewest(strategy, entry, places[number])
+            place = self._amounts.fewest(strategy, entry, places[number])
             if place < 0:
                 continue
             changed = self._space.recomputing(strategy, entry, entry.blocks[place])
             self._push(shape.mesh.ranks, self._floors.strategy_s(changed), self._time, shape, changed, number, places)
             if number == 0:
                 return
-
-    def _fewest(self, strategy: Strategy, entry: Recompute, low: int, spare: float = 1.0) -> int:
-        """The place of the fewest blocks, from `low` on, under which the bound on memory fits; -1 where there is none.
-
-        Args:
-            spare: how many times the usable bytes there may be.
-        """
-        high, budget = len(entry.blocks) - 1, spare * self._pricer.budget_bytes(strategy)
-        last = self._space.recomputing(strategy, entry, entry.blocks[high])
-        if self._floors.bytes(last) > budget:
-            self._short.note(last, self._floors.bytes(last))
-            return -1
-        step = 1
-        while low < high:  # what is needed is most often near
-            middle = min(low + step - 1, (low + high) // 2)
-            changed = self._space.recomputing(strategy, entry, entry.blocks[middle])
-            if self._floors.bytes(changed) <= budget:
-                high = middle
-            else:
-                low, step = middle + 1, 2 * step
-        return low
 
     def _time(self, shape: Shape, strategy: Strategy, number: int, places: tuple[int, ...]) -> None:
         """Play a strategy; it comes up again by its true time."""
@@ -328,41 +297,12 @@ class Branches:
         unsettled = self._space.unsettled(strategy)
         if number == 0:
             self._recompute(shape, unsettled, 1, places)
-        blocks = self._more(unsettled, self._space.recomputes[number], short)
+        blocks = self._amounts.more(unsettled, self._space.recomputes[number], short)
         if blocks is not None:
             changed = self._space.recomputing(unsettled, self._space.recomputes[number], blocks)
             self._push(shape.mesh.ranks, self._floors.strategy_s(changed), self._time, shape, changed, number, places)
         else:
             self._short.note(strategy, self._pricer.budget_bytes(strategy) + short)
-
-    def _more(self, strategy: Strategy, entry: Recompute, short: int) -> int | None:
-        """The fewest blocks with which the first and the last pipeline rank fit, more than those of a strategy that is
-        short of so many bytes; None: all are too few. Bisection from what the bound on memory says, as memory falls
-        with the number of blocks."""
-
-        def at(index: int) -> Strategy:
-            return self._space.recomputing(strategy, entry, entry.blocks[index])
-
-        def fits(index: int) -> bool:
-            return self._pricer.short_bytes(self._space.settled(at(index)), ends=True) <= 0
-
-        low, high = entry.blocks.index(strategy.recompute_blocks) + 1, len(entry.blocks) - 1
-        if low > high:
-            return None
-        wanted = self._floors.bytes(strategy) - short
-        guess = next((index for index in range(low, high) if self._floors.bytes(at(index)) <= wanted), high)
-        if not fits(guess):
-            low = guess + 1
-            if low > high or not fits(high):
-                return None
-        else:
-            high = guess
-            if guess > low and not fits(guess - 1):
-                low = guess
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(middle) else (middle + 1, high)
-        return entry.blocks[low]
 
     # --- what is kept -------------------------------------------------------------------------------------------------
 

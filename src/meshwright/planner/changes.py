@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from meshwright.cost.floors import Floors
+from meshwright.cost.pricer import Pricer
 from meshwright.errors import MeshwrightError
 from meshwright.planner.question import Question, permits
 from meshwright.planner.rule import Candidate
@@ -29,7 +30,8 @@ def changes(question: Question, ranking: list[Candidate]) -> tuple[Change, ...]:
     for what, changed in _changed(question, ranking[0]):
         options = [candidate.strategy for candidate in ranking[:_RANKED]]
         options += _neighbours(ranking[0].strategy, changed)
-        best = _fastest(changed, options)
+        pricer = question.pricer.on(changed.cluster) if changed.job == question.job else changed.pricer
+        best = _fastest(pricer, options)
         if best is not None:
             strategy, step_s = best
             tokens = changed.job.global_batch * changed.job.sequence
@@ -83,16 +85,16 @@ def _neighbours(strategy: Strategy, question: Question) -> Iterator[Strategy]:
             yield replace(found, stages=()) if found.stages and not question.pins.of("stages") else found
 
 
-def _fastest(question: Question, options: list[Strategy]) -> tuple[Strategy, float] | None:
+def _fastest(pricer: Pricer, options: list[Strategy]) -> tuple[Strategy, float] | None:
     """The fastest of these that fits, with its seconds; what bounds on time and memory rule out is not priced."""
-    pricer, best, bounds = question.pricer, None, []
+    best, bounds = None, []
     try:
         floors = Floors(pricer)
     except MeshwrightError:  # a traced model is known for the shapes of its inputs alone
         return None
     for number, option in enumerate(dict.fromkeys(options)):
         with suppress(MeshwrightError):
-            option.microbatches(question.job.global_batch)  # refuses what does not divide the batch
+            option.microbatches(pricer.job.global_batch)  # refuses what does not divide the batch
             if floors.bytes(option) <= pricer.budget_bytes(option):
                 bounds.append((floors.strategy_s(option), number, option))
     for floor_s, _, option in sorted(bounds):

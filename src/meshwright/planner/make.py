@@ -16,6 +16,7 @@ from meshwright.planner.rule import Candidate, rule_of
 from meshwright.planner.search import Result
 from meshwright.planner.short import infeasible
 from meshwright.planner.sources import constants, error_bar
+from meshwright.schedule.collector import collector_paused
 from meshwright.spec import (
     Assignment,
     Cluster,
@@ -106,6 +107,7 @@ def make_plan(
     return plan_for(question, shape=shape, most=most, price_per_hour=price_per_hour, with_changes=with_changes)
 
 
+@collector_paused()  # no cycles worth looking for come up, and looking takes a tenth of the time
 def plan_for(
     question: Question,
     *,

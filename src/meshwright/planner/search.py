@@ -9,7 +9,7 @@ from meshwright.planner.nodes import parts
 from meshwright.planner.objective import Objective
 from meshwright.planner.result import Counts, Result
 from meshwright.planner.space import Space
-from meshwright.spec import Cluster, require_executable
+from meshwright.spec import require_executable
 
 __all__ = ["Counts", "Result", "search"]
 
@@ -25,10 +25,10 @@ def search(pricer: Pricer, space: Space, objective: Objective, *, most: int = 10
         UnsupportedCombination: none of the legal ones is executable by this version, where only such are wanted.
     """
     whole, *smaller = parts(pricer.cluster, pricer.job)
-    result = _on_all(pricer if whole == pricer.cluster else _on(pricer, whole), space, objective, most)
+    result = _on_all(pricer if whole == pricer.cluster else pricer.on(whole), space, objective, most)
     for cluster in smaller:
         try:
-            found = _on_all(_on(pricer, cluster), space, objective, most)
+            found = _on_all(pricer.on(cluster), space, objective, most)
         except ConfigError:  # the pins ask for more than these nodes have
             continue
         result.fitting += found.fitting
@@ -54,11 +54,6 @@ def _on_all(pricer: Pricer, space: Space, objective: Objective, most: int) -> Re
         wider.short = wider.short or result.short
         return wider
     return result
-
-
-def _on(pricer: Pricer, cluster: Cluster) -> Pricer:
-    """The prices of the same model and job on other nodes."""
-    return Pricer(pricer.described, cluster, pricer.job)
 
 
 def _why_nothing(space: Space) -> ConfigError:

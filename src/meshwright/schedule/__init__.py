@@ -6,6 +6,7 @@ from meshwright.schedule.flight import InFlight, in_flight
 from meshwright.schedule.make import (
     FOLDED,
     SCHEDULES,
+    compute_order,
     compute_orders,
     make_schedule,
     single_stage,
@@ -23,6 +24,7 @@ __all__ = [
     "Kind",
     "Schedule",
     "Window",
+    "compute_order",
     "compute_orders",
     "in_flight",
     "make_schedule",

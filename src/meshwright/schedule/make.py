@@ -9,6 +9,7 @@ from meshwright.errors import ConfigError, UnsupportedCombination
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.collector import collector_paused
 from meshwright.schedule.orders import (
+    Order,
     Orders,
     gpipe,
     interleaved,
@@ -25,6 +26,7 @@ __all__ = [
     "FOLDED",
     "SCHEDULES",
     "assemble",
+    "compute_order",
     "compute_orders",
     "make_schedule",
     "single_stage",
@@ -35,26 +37,27 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """How a schedule is made: its orders by (ranks, microbatches, stages a rank), and how many stages a rank has.
+    """How a schedule is made: the order of a rank by (ranks, microbatches, stages a rank, rank), and how many stages a
+    rank has.
 
     `virtual` is 0 for any number. `folded` schedules lay stages out as a V, the others deal them out in turn.
     """
 
-    orders: Callable[[int, int, int], Orders]
+    order: Callable[[int, int, int, int], Order]
     virtual: int = 0
     folded: bool = False
 
 
 _SHAPES: dict[str, _Shape] = {
-    "single": _Shape(orders=lambda p, m, v: one_forward_one_backward(p, m), virtual=1),
-    "gpipe": _Shape(orders=lambda p, m, v: gpipe(p, m), virtual=1),
-    "1f1b": _Shape(orders=lambda p, m, v: one_forward_one_backward(p, m), virtual=1),
-    "interleaved-1f1b": _Shape(orders=interleaved),
-    "looped-bfs": _Shape(orders=looped_bfs),
-    "zb-h1": _Shape(orders=lambda p, m, v: interleaved_zero_bubble(p, m, 1), virtual=1),
-    "interleaved-zb": _Shape(orders=interleaved_zero_bubble),
-    "zb-v": _Shape(orders=lambda p, m, v: zb_v(p, m), virtual=2, folded=True),
-    "dualpipev": _Shape(orders=lambda p, m, v: dualpipe_v(p, m), virtual=2, folded=True),
+    "single": _Shape(order=lambda p, m, v, rank: one_forward_one_backward(p, m, rank), virtual=1),
+    "gpipe": _Shape(order=lambda p, m, v, rank: gpipe(p, m, rank), virtual=1),
+    "1f1b": _Shape(order=lambda p, m, v, rank: one_forward_one_backward(p, m, rank), virtual=1),
+    "interleaved-1f1b": _Shape(order=interleaved),
+    "looped-bfs": _Shape(order=looped_bfs),
+    "zb-h1": _Shape(order=lambda p, m, v, rank: interleaved_zero_bubble(p, m, 1, rank), virtual=1),
+    "interleaved-zb": _Shape(order=interleaved_zero_bubble),
+    "zb-v": _Shape(order=lambda p, m, v, rank: zb_v(p, m, rank), virtual=2, folded=True),
+    "dualpipev": _Shape(order=lambda p, m, v, rank: dualpipe_v(p, m, rank), virtual=2, folded=True),
 }
 
 #: The names of all schedules, as `Strategy.schedule` knows them.
@@ -71,7 +74,15 @@ def compute_orders(name: str, *, ranks: int, microbatches: int, virtual_stages: 
         ConfigError: the name is not known, or a number is not positive.
         UnsupportedCombination: the schedule is not defined for these numbers; the text names the nearest that are.
     """
-    return _orders(name, ranks, microbatches, virtual_stages)[0]
+    shape, virtual = _shape(name, ranks, microbatches, virtual_stages)
+    return [shape.order(ranks, microbatches, virtual, rank) for rank in range(ranks)]
+
+
+@collector_paused()
+def compute_order(name: str, *, ranks: int, microbatches: int, virtual_stages: int = 1, rank: int) -> Order:
+    """The same of one rank alone."""
+    shape, virtual = _shape(name, ranks, microbatches, virtual_stages)
+    return shape.order(ranks, microbatches, virtual, rank)
 
 
 @collector_paused()
@@ -113,9 +124,10 @@ def make_schedule(
         ConfigError: the name is not known, a number is not positive, or gather or reduce contradicts zero.
         UnsupportedCombination: the schedule is not defined for these numbers; the text names the nearest that are.
     """
-    orders, stage_ranks = _orders(name, ranks, microbatches, virtual_stages)
+    orders = compute_orders(name, ranks=ranks, microbatches=microbatches, virtual_stages=virtual_stages)
+    lies = stage_ranks(name, ranks, _SHAPES[name].virtual or virtual_stages)
     zero_units = Zero(zero=zero, shard=shard, dp=dp, gather=gather, reduce=reduce, window=window or ranks)
-    return assemble(name, orders, stage_ranks, microbatches=microbatches, units=units, zero=zero_units, check=check)
+    return assemble(name, orders, lies, microbatches=microbatches, units=units, zero=zero_units, check=check)
 
 
 def single_stage(*, zero: int, shard: int, dp: int, microbatches: int, units: int) -> Schedule:
@@ -184,7 +196,8 @@ def stage_ranks(name: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     return tuple(n % ranks if n < ranks or not folded else count - 1 - n for n in range(count))
 
 
-def _orders(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[Orders, tuple[int, ...]]:
+def _shape(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[_Shape, int]:
+    """How a schedule is made for these numbers, and its stages a rank."""
     shape = _SHAPES.get(name)
     if shape is None:
         raise ConfigError(f"schedule={name} is not known", fix=f"choose one of {', '.join(SCHEDULES)}")
@@ -204,6 +217,4 @@ def _orders(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tu
             why=f"it has {shape.virtual} stage{'s' * (shape.virtual > 1)} a rank",
             fix=f"use virtual_stages={shape.virtual}, or schedule {others}",
         )
-    virtual = shape.virtual or virtual_stages
-    orders = shape.orders(ranks, microbatches, virtual)
-    return orders, stage_ranks(name, ranks, virtual)
+    return shape, shape.virtual or virtual_stages

@@ -1,7 +1,7 @@
-"""Compute orders: which microbatch each rank runs when, for every schedule but the V-shaped ones.
+"""Compute orders: which microbatch a rank runs when, for every schedule but the V-shaped ones.
 
-Each function returns one list of compute actions per rank. Stages are dealt out in turn (`looped`): stage s lies on
-rank s modulo the number of ranks.
+Each function returns the compute actions of one rank. Stages are dealt out in turn (`looped`): stage s lies on rank s
+modulo the number of ranks.
 """
 
 from __future__ import annotations
@@ -9,48 +9,54 @@ from __future__ import annotations
 from itertools import chain
 
 from meshwright.errors import UnsupportedCombination
-from meshwright.schedule.action import Action, new_action
+from meshwright.schedule.action import Action, Kind, new_action
 
-__all__ = ["Orders", "gpipe", "interleaved", "interleaved_zero_bubble", "looped_bfs", "one_forward_one_backward"]
+__all__ = [
+    "Order",
+    "Orders",
+    "gpipe",
+    "interleaved",
+    "interleaved_zero_bubble",
+    "looped_bfs",
+    "one_forward_one_backward",
+]
 
-Orders = list[list[Action]]
+Order = list[Action]
+#: One a rank.
+Orders = list[Order]
 
 
-def gpipe(ranks: int, microbatches: int) -> Orders:
+def gpipe(ranks: int, microbatches: int, rank: int) -> Order:
     """All forwards, then all backwards. Huang et al., GPipe, arXiv 1811.06965."""
-    return [
-        [Action(kind, rank, k) for kind in ("forward", "backward") for k in range(microbatches)]
-        for rank in range(ranks)
-    ]
+    return [*_run("forward", rank, range(microbatches)), *_run("backward", rank, range(microbatches))]
 
 
-def one_forward_one_backward(ranks: int, microbatches: int) -> Orders:
+def one_forward_one_backward(ranks: int, microbatches: int, rank: int) -> Order:
     """Rank r runs p - 1 - r forwards ahead, then one forward and one backward in turn.
 
     Narayanan et al., PipeDream-Flush, arXiv 2006.09503.
     """
-    orders = []
-    for rank in range(ranks):
-        ahead = min(microbatches, ranks - 1 - rank)
-        forward = [new_action(("forward", rank, k, None, None, None)) for k in range(microbatches)]
-        backward = [new_action(("backward", rank, k, None, None, None)) for k in range(microbatches)]
-        pairs = zip(forward[ahead:], backward, strict=False)
-        orders.append([*forward[:ahead], *chain.from_iterable(pairs), *backward[microbatches - ahead :]])
-    return orders
+    ahead = min(microbatches, ranks - 1 - rank)
+    forward, backward = _run("forward", rank, range(microbatches)), _run("backward", rank, range(microbatches))
+    pairs = zip(forward[ahead:], backward, strict=False)
+    return [*forward[:ahead], *chain.from_iterable(pairs), *backward[microbatches - ahead :]]
 
 
-def looped_bfs(ranks: int, microbatches: int, virtual_stages: int) -> Orders:
+def looped_bfs(ranks: int, microbatches: int, virtual_stages: int, rank: int) -> Order:
     """Every microbatch through one stage before the next stage of the rank; backwards in the opposite order.
 
     Lamy-Poirier, Breadth-First Pipeline Parallelism, arXiv 2211.05953.
     """
-    orders = []
-    for rank in range(ranks):
-        stages = range(rank, ranks * virtual_stages, ranks)
-        actions = [Action("forward", stage, k) for stage in stages for k in range(microbatches)]
-        actions += [Action("backward", stage, k) for stage in reversed(stages) for k in reversed(range(microbatches))]
-        orders.append(actions)
-    return orders
+    stages, actions = range(rank, ranks * virtual_stages, ranks), Order()
+    for stage in stages:
+        actions += _run("forward", stage, range(microbatches))
+    for stage in reversed(stages):
+        actions += _run("backward", stage, range(microbatches - 1, -1, -1))
+    return actions
+
+
+def _run(kind: Kind, stage: int, microbatches: range) -> Order:
+    return [new_action((kind, stage, k, None, None, None)) for k in microbatches]
 
 
 def _per_round(name: str, simple: str, ranks: int, microbatches: int) -> int:
@@ -75,18 +81,16 @@ def _per_round(name: str, simple: str, ranks: int, microbatches: int) -> int:
     return microbatches // rounds(microbatches)
 
 
-def _interleave(
-    ranks: int, rank: int, virtual_stages: int, per_round: int, step: int, backward: bool
-) -> tuple[int, int]:
-    """Stage and microbatch of a rank's forward (or backward) number `step`."""
-    block, within = divmod(step, per_round)
-    turn, chunk = divmod(block, virtual_stages)
-    if backward:
-        chunk = virtual_stages - 1 - chunk
-    return chunk * ranks + rank, turn * per_round + within
+def _interleaved(kind: Kind, ranks: int, rank: int, virtual_stages: int, microbatches: int, per_round: int) -> Order:
+    """A rank's forwards, or its backwards of one kind: stage and microbatch of each, round by round."""
+    found, chunks = Order(), range(virtual_stages)
+    for start in range(0, microbatches, per_round):
+        for chunk in chunks if kind == "forward" else reversed(chunks):
+            found += _run(kind, chunk * ranks + rank, range(start, start + per_round))
+    return found
 
 
-def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Orders:
+def interleaved(ranks: int, microbatches: int, virtual_stages: int, rank: int) -> Order:
     """One forward and one backward in turn over several stages a rank.
 
     Narayanan et al., Megatron-LM, arXiv 2104.04473, section 2.2, with the warm-up of Megatron-LM; the rounds may be
@@ -96,21 +100,14 @@ def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Orders:
         UnsupportedCombination: the microbatches do not split into equal rounds; the text names the nearest that do.
     """
     per_round = _per_round("interleaved-1f1b", "1f1b", ranks, microbatches)
-    total = virtual_stages * microbatches
-    orders = []
-    for rank in range(ranks):
-        ahead = min(total, (virtual_stages - 1) * per_round + 2 * (ranks - 1 - rank))
-        place = [_interleave(ranks, rank, virtual_stages, per_round, step, False) for step in range(total)]
-        actions = [Action("forward", *place[step]) for step in range(ahead)]
-        for step in range(total):
-            if ahead + step < total:
-                actions.append(Action("forward", *place[ahead + step]))
-            actions.append(Action("backward", *_interleave(ranks, rank, virtual_stages, per_round, step, True)))
-        orders.append(actions)
-    return orders
+    shape = ranks, rank, virtual_stages, microbatches, per_round
+    forward, backward = _interleaved("forward", *shape), _interleaved("backward", *shape)
+    ahead = min(len(forward), (virtual_stages - 1) * per_round + 2 * (ranks - 1 - rank))
+    pairs = zip(forward[ahead:], backward, strict=False)
+    return [*forward[:ahead], *chain.from_iterable(pairs), *backward[len(forward) - ahead :]]
 
 
-def interleaved_zero_bubble(ranks: int, microbatches: int, virtual_stages: int) -> Orders:
+def interleaved_zero_bubble(ranks: int, microbatches: int, virtual_stages: int, rank: int) -> Order:
     """One forward and one backward in turn with the backward split: rank r runs its weight half r steps later.
 
     With one stage a rank this is ZB-H1, which is defined for any number of microbatches. Qi et al., Zero Bubble
@@ -120,19 +117,15 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, virtual_stages: int) 
         UnsupportedCombination: the microbatches do not split into equal rounds; the text names the nearest that do.
     """
     per_round = _per_round("interleaved-zb", "zb-h1", ranks, microbatches) if virtual_stages > 1 else microbatches
-    total = virtual_stages * microbatches
-    orders = []
-    for rank in range(ranks):
-        ahead = min(total, (virtual_stages - 1) * per_round + ranks - 1 - rank)
-        forward = [_interleave(ranks, rank, virtual_stages, per_round, step, False) for step in range(total)]
-        backward = [_interleave(ranks, rank, virtual_stages, per_round, step, True) for step in range(total)]
-        actions = [Action("forward", *place) for place in forward[:ahead]]
-        for step in range(total):
-            if ahead + step < total:
-                actions.append(Action("forward", *forward[ahead + step]))
-            actions.append(Action("backward-input", *backward[step]))
-            if step >= rank:
-                actions.append(Action("backward-weight", *backward[step - rank]))
-        actions += [Action("backward-weight", *place) for place in backward[max(0, total - rank) :]]
-        orders.append(actions)
-    return orders
+    shape = ranks, rank, virtual_stages, microbatches, per_round
+    forward, backward = _interleaved("forward", *shape), _interleaved("backward-input", *shape)
+    weights = _interleaved("backward-weight", *shape)
+    total = len(forward)
+    ahead = min(total, (virtual_stages - 1) * per_round + ranks - 1 - rank)
+    actions = forward[:ahead]
+    for step in range(total):
+        actions += forward[ahead + step : ahead + step + 1]
+        actions.append(backward[step])
+        if step >= rank:
+            actions.append(weights[step - rank])
+    return actions + weights[max(0, total - rank) :]

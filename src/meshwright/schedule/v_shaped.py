@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from meshwright.errors import UnsupportedCombination
-from meshwright.schedule.action import Action, Kind
-from meshwright.schedule.orders import Orders
+from meshwright.schedule.action import Kind, new_action
+from meshwright.schedule.orders import Order
 
 __all__ = ["dualpipe_v", "zb_v"]
 
@@ -22,7 +22,7 @@ class _Rank:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.actions: list[Action] = []
+        self.actions = Order()
         self.counts: Counter[tuple[str, int]] = Counter()
         self.weights: deque[tuple[int, int]] = deque()
 
@@ -32,57 +32,54 @@ class _Rank:
         microbatch = self.counts[counted, stage]
         self.counts[counted, stage] += 1
         if microbatch < self.limit:
-            self.actions.append(Action(kind, stage, microbatch))
+            self.actions.append(new_action((kind, stage, microbatch, None, None, None)))
         if kind == "backward-input":
             self.weights.append((stage, microbatch))
 
     def run_oldest_weight(self) -> None:
         """The backward-weight that has waited longest; nothing when none waits."""
         if self.weights:
-            self.actions.append(Action("backward-weight", *self.weights.popleft()))
+            self.actions.append(new_action(("backward-weight", *self.weights.popleft(), None, None, None)))
 
 
-def zb_v(ranks: int, microbatches: int) -> Orders:
+def zb_v(ranks: int, microbatches: int, rank: int) -> Order:
     """ZB-V for any number of microbatches: fewer than 2p - 1 are a filled pipeline with the others left out.
 
     Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6.
     """
-    orders = []
     filled = max(2 * ranks - 1, microbatches)
-    for rank in range(ranks):
-        down, up, line = rank, 2 * ranks - 1 - rank, _Rank(microbatches)
+    down, up, line = rank, 2 * ranks - 1 - rank, _Rank(microbatches)
 
-        def both_halves(stage: int, line: _Rank = line) -> None:
-            line.run("backward-input", stage)
+    def both_halves(stage: int) -> None:
+        line.run("backward-input", stage)
+        line.run("backward-weight", stage)
+
+    for _ in range(2 * (ranks - rank) - 1):
+        line.run("forward", down)
+    for _ in range(rank):
+        line.run("forward", up)
+        line.run("forward", down)
+    for _ in range(ranks - rank):
+        line.run("forward", up)
+        both_halves(up)
+    while line.counts["forward", up] < max(line.counts["forward", down], filled):
+        if line.counts["forward", down] < filled:
+            line.run("forward", down)
+        both_halves(down)
+        line.run("forward", up)
+        both_halves(up)
+    for _ in range(rank):
+        line.run("backward-input", down)
+        line.run("backward-input", up)
+    for _ in range(ranks - rank):
+        both_halves(down)
+    for stage in (up, down):
+        while line.counts["backward-weight", stage] < line.counts["backward-input", stage]:
             line.run("backward-weight", stage)
-
-        for _ in range(2 * (ranks - rank) - 1):
-            line.run("forward", down)
-        for _ in range(rank):
-            line.run("forward", up)
-            line.run("forward", down)
-        for _ in range(ranks - rank):
-            line.run("forward", up)
-            both_halves(up)
-        while line.counts["forward", up] < max(line.counts["forward", down], filled):
-            if line.counts["forward", down] < filled:
-                line.run("forward", down)
-            both_halves(down)
-            line.run("forward", up)
-            both_halves(up)
-        for _ in range(rank):
-            line.run("backward-input", down)
-            line.run("backward-input", up)
-        for _ in range(ranks - rank):
-            both_halves(down)
-        for stage in (up, down):
-            while line.counts["backward-weight", stage] < line.counts["backward-input", stage]:
-                line.run("backward-weight", stage)
-        orders.append(line.actions)
-    return orders
+    return line.actions
 
 
-def dualpipe_v(ranks: int, microbatches: int) -> Orders:
+def dualpipe_v(ranks: int, microbatches: int, rank: int) -> Order:
     """DualPipeV: DualPipe cut in half. A forward and the backward beside it stand one after the other here.
 
     The eight steps of `DualPipeV.step` in https://github.com/deepseek-ai/DualPipe; DeepSeek-V3, arXiv 2412.19437,
@@ -99,10 +96,6 @@ def dualpipe_v(ranks: int, microbatches: int) -> Orders:
             why=f"its two directions meet only with at least as many microbatches as stages, which are {2 * ranks}",
             fix=f"use {2 * ranks} or more microbatches{fewer}, or schedule zb-v, which takes any number",
         )
-    return [_dualpipe_v_rank(ranks, rank, microbatches) for rank in range(ranks)]
-
-
-def _dualpipe_v_rank(ranks: int, rank: int, microbatches: int) -> list[Action]:
     down, up, line = rank, 2 * ranks - 1 - rank, _Rank(microbatches)
     after = ranks - rank - 1
     for _ in range(2 * after):

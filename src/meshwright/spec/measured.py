@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from meshwright.errors import ConfigError
@@ -31,6 +30,8 @@ class Fingerprint:
     @classmethod
     def of(cls, plain: Cluster) -> Fingerprint:
         """That of this machine now; `plain` is what the operating system tells of it."""
+        from importlib.metadata import PackageNotFoundError, version  # takes as long to load as a small plan
+
         (group,) = plain.nodes
         try:
             torch = version("torch")

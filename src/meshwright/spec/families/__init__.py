@@ -8,37 +8,38 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
-from meshwright.spec.families import deepseek, gpt, llama, mixtral
 from meshwright.spec.families.config import Keys
 from meshwright.spec.families.described import DecoderModel, Described
 
 __all__ = ["FAMILIES", "DecoderModel", "Described", "read_config"]
 
-#: By model_type: the start of its classes' names, and the function that describes it.
-FAMILIES: dict[str, tuple[str, Callable[[Keys], Described]]] = {
-    "bloom": ("Bloom", gpt.bloom),
-    "deepseek_v2": ("DeepseekV2", deepseek.deepseek_v2),
-    "deepseek_v3": ("DeepseekV3", deepseek.deepseek_v3),
-    "gemma": ("Gemma", llama.gemma),
-    "gemma2": ("Gemma2", llama.gemma2),
-    "gemma3_text": ("Gemma3", llama.gemma3_text),
-    "gpt2": ("GPT2", gpt.gpt2),
-    "gpt_neox": ("GPTNeoX", gpt.gpt_neox),
-    "llama": ("Llama", llama.llama),
-    "mistral": ("Mistral", llama.mistral),
-    "mixtral": ("Mixtral", mixtral.mixtral),
-    "mpt": ("Mpt", gpt.mpt),
-    "opt": ("OPT", gpt.opt),
-    "phi": ("Phi", gpt.phi),
-    "phi3": ("Phi3", llama.phi3),
-    "qwen2": ("Qwen2", llama.qwen2),
-    "qwen2_moe": ("Qwen2Moe", mixtral.qwen2_moe),
-    "qwen3": ("Qwen3", llama.qwen3),
-    "qwen3_moe": ("Qwen3Moe", mixtral.qwen3_moe),
+#: By model_type: the start of its classes' names, and the function that describes it, which is loaded when it is asked
+#: for.
+FAMILIES: dict[str, tuple[str, str]] = {
+    "bloom": ("Bloom", "gpt.bloom"),
+    "deepseek_v2": ("DeepseekV2", "deepseek.deepseek_v2"),
+    "deepseek_v3": ("DeepseekV3", "deepseek.deepseek_v3"),
+    "gemma": ("Gemma", "llama.gemma"),
+    "gemma2": ("Gemma2", "llama.gemma2"),
+    "gemma3_text": ("Gemma3", "llama.gemma3_text"),
+    "gpt2": ("GPT2", "gpt.gpt2"),
+    "gpt_neox": ("GPTNeoX", "gpt.gpt_neox"),
+    "llama": ("Llama", "llama.llama"),
+    "mistral": ("Mistral", "llama.mistral"),
+    "mixtral": ("Mixtral", "mixtral.mixtral"),
+    "mpt": ("Mpt", "gpt.mpt"),
+    "opt": ("OPT", "gpt.opt"),
+    "phi": ("Phi", "gpt.phi"),
+    "phi3": ("Phi3", "llama.phi3"),
+    "qwen2": ("Qwen2", "llama.qwen2"),
+    "qwen2_moe": ("Qwen2Moe", "mixtral.qwen2_moe"),
+    "qwen3": ("Qwen3", "llama.qwen3"),
+    "qwen3_moe": ("Qwen3Moe", "mixtral.qwen3_moe"),
 }
 
 
@@ -79,7 +80,9 @@ def read_config(source: str | Path | Mapping[str, Any], *, name: str = "") -> De
             if near
             else "trace the model from its code",
         )
-    prefix, describe = FAMILIES[family]
+    prefix, where = FAMILIES[family]
+    module, function = where.split(".")
+    describe: Callable[[Keys], Described] = getattr(import_module(f"{__name__}.{module}"), function)
     keys = Keys(table, name=name, family=family, prefix=prefix)
     model = describe(keys)
     keys.finish()
