@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -14,15 +16,19 @@ from meshwright.spec import (
     DecoderShape,
     Device,
     Job,
+    Layout,
     ModelSpec,
     NodeGroup,
     OptimizerSpec,
     Strategy,
     describe,
+    parse_strategy,
 )
+from meshwright.spec.families import read_config
 from meshwright.spec.job import Dtype
 from tests.cost.cores import price
 from tests.cost.flat import flat_model
+from tests.spec.families.tiny_experts import WITH_EXPERTS
 
 SHAPE = DecoderShape(num_hidden_layers=5, hidden_size=48, intermediate_size=100, vocab_size=101)
 RANKS = [2, 3, 4, 8]
@@ -188,3 +194,29 @@ def test_A6_gathering_ahead_eats_what_zero_3_saves_and_it_is_not_chosen_for_noth
     device = Device(name="d", memory_bytes=2 * (framework_bytes("cpu") + two.peak_bytes))
     cluster = Cluster(name="c", nodes=(NodeGroup(devices=2, device=device),))
     assert make_plan(shape, cluster, job, executable=True).strategy.zero < 3
+
+
+def _long(**changes: object) -> ModelSpec:
+    """3 dense layers and 14 with experts, every size odd."""
+    table = {**WITH_EXPERTS["deepseek_v3"], "num_hidden_layers": 17, "first_k_dense_replace": 3, **changes}
+    return read_config(table).at(Layout(sequence=24))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "split", ["dp=2", "dp=3 pp=2 schedule=1f1b", "dp=2 pp=2 schedule=zb-v", "dp=2 pp=3 schedule=zb-h1"]
+)
+def test_the_peak_is_the_largest_of_all_moments(zero: int, recompute: str, split: str) -> None:
+    """It is looked for at the ends of runs of layers that are alike."""
+    model, job = _long(), Job(global_batch=12, sequence=24, compute_dtype="bfloat16")
+    for blocks, prefetch, more in product((0, 6), (0, 1, 3), ("", "unit_blocks=2", "reduce=window", "gather=step")):
+        words = f"{split} zero={zero} recompute={recompute} recompute_blocks={blocks} prefetch={prefetch} {more}"
+        try:
+            strategy = parse_strategy(words)
+        except ConfigError:
+            continue
+        for rank in StepMemory(model, job, strategy).ranks:
+            moments = list(rank.moments())
+            assert rank.peak in moments
+            assert rank.peak.total == max(moment.total for moment in moments), words

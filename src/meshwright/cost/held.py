@@ -88,6 +88,7 @@ class HeldMoments(StageMoments):
         super().__init__(stage, job, strategy, recomputed=recomputed)
         self.states: HeldStates = HeldStates(stage.blocks, job, strategy, held)
         self._held = held
+        self.telling = list(range(len(self.layers)))  # shares of a byte are cut off: bytes do not rise quite evenly
         #: Whether every rank of the shard group keeps only its part of the gradients between microbatches.
         self._divided = strategy.zero >= 2
 

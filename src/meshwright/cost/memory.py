@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from operator import mul
 
@@ -130,7 +130,8 @@ class RankMemory:
             both = self._situation(occasion), self._flying(occasion, held)
             if both not in seen:
                 seen.add(both)
-                yield from (moment.plus(both[1]) for moment in self._inside(both[0]))
+                layers = range(len(self._moments[occasion.stage].layers))
+                yield from (moment.plus(both[1]) for moment in self._inside(both[0], layers))
         yield self._ending()
 
     def _situation(self, occasion: Occasion) -> _Situation:
@@ -162,19 +163,20 @@ class RankMemory:
         known = self._moments[index].largest
         key = kind, first, earlier, last
         if key not in known:
-            known[key] = max(self._inside(situation), key=_total)
+            known[key] = max(self._inside(situation, self._moments[index].telling), key=_total)
         return known[key]
 
-    def _inside(self, situation: _Situation) -> Iterator[Moment]:
+    def _inside(self, situation: _Situation, layers: Sequence[int]) -> Iterator[Moment]:
+        """The moments inside an action, where it comes to these layers of its stage."""
         kind, index, first, earlier, last = situation
         stage = self._moments[index]
         if kind == "forward":
             waiting = stage.idle(begun=False, ended=False, earlier=earlier)
             beside = Moment("", waiting.gradients, waiting.reduced, 0, 0, 0)
-            yield from (moment.plus(beside) for moment in stage.forward(first=first))
+            yield from (moment.plus(beside) for moment in stage.forward(layers, first=first))
         else:
             half = {"backward-input": "input", "backward-weight": "weight"}.get(kind, "")
-            yield from stage.backward(earlier=earlier, last=last, half=half)
+            yield from stage.backward(layers, earlier=earlier, last=last, half=half)
 
     def _ending(self) -> Moment:
         return _sum("optimizer", [stage.optimizer() for stage in self._moments.values()])

@@ -11,7 +11,8 @@ dtype, o bytes of optimizer states per parameter, m microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from meshwright.cost.occasions import Progress
@@ -82,11 +83,14 @@ class StageMoments:
         #: Activations and logits at the end of a forward, and what of them is left behind until the backward.
         self._full = self._kept[-1], logits
         self.kept = self._kept[-1] - (self._layers_saved(self._near(len(self.layers))) if self._away else 0), logits
-        self._weights = [self._waiting(block, index) for index, block in enumerate(self.layers)]
+        weights = [self._waiting(block, index) for index, block in enumerate(self.layers)]
+        self._weights = Sums(weights)
         #: Whether an input half makes gradients of weights: a block that recomputes runs both halves at once.
         self.fused = any(self._policy(index) != "none" for index in range(len(self.layers)))
         #: Activations that wait from the input half of a backward to its weight half.
-        self.waiting = sum(self._weights) + sum(self._waiting(block, None) for block in self._head)
+        self.waiting = self._weights.all + sum(self._waiting(block, None) for block in self._head)
+        #: The layers among which an action's largest moment is.
+        self.telling = self._ends_of_runs(stage)
         self.largest_unit = self._c * max(self.states.wholes[1:], default=0)
         units = len(self.states.wholes) - 1
         self.gathers_in_flight = min(1 + strategy.prefetch, units) if strategy.zero == 3 else 0
@@ -114,6 +118,20 @@ class StageMoments:
         after[-1:] = [after[-1], after[-1] + head]
         return before, after
 
+    def _ends_of_runs(self, stage: Stage) -> list[int]:
+        """The first and the last layers of every run of layers that are alike: within it, bytes rise or fall evenly, or
+        fall and then rise, as one layer's unit after the other is gathered or reduced."""
+        count, margin = len(self.layers), 2 + self._strategy.prefetch
+        if self._step > 1 or not stage.alike:
+            return list(range(count))
+        kinds = [kind for kind, block in zip(stage.alike, stage.blocks, strict=True) if block.kind == "layer"]
+        found, start = list[int](), 0
+        for _, run in groupby((kind, self._policy(index)) for index, kind in enumerate(kinds)):
+            stop = start + len(list(run))
+            found += [index for index in range(start, stop) if index < start + margin or index >= stop - margin]
+            start = stop
+        return found
+
     def _near(self, stop: int) -> range:
         """The layers before `stop` whose kept activations are on the device."""
         return range(max(0, stop - 2), stop) if self._away else range(stop)
@@ -128,9 +146,15 @@ class StageMoments:
             return self._batch * block.waiting_bytes
         return self._batch * _saved(block, "none" if index is None else self._policy(index))
 
-    def forward(self, *, first: bool) -> Iterator[Moment]:
-        """A microbatch's forward. `first`: nothing of this stage has been gathered in this step yet."""
-        for index, block in enumerate(self.layers):
+    def forward(self, layers: Sequence[int], *, first: bool) -> Iterator[Moment]:
+        """A microbatch's forward.
+
+        Args:
+            layers: those to look at, ascending.
+            first: nothing of this stage has been gathered in this step yet.
+        """
+        for index in layers:
+            block = self.layers[index]
             if (index + 1) % self._step == 0 or index + 1 == len(self.layers):
                 gathered = self._gathered(self._unit(index), forward=True, edge=first)
                 yield Moment("forward", 0, 0, gathered, self._kept[index] + self._batch * block.output_bytes, 0)
@@ -138,49 +162,49 @@ class StageMoments:
             "loss" if self._head else "forward", 0, 0, self._gathered(None, forward=True, edge=first), *self._full
         )
 
-    def backward(self, *, earlier: bool, last: bool, half: str = "") -> Iterator[Moment]:
+    def backward(self, layers: Sequence[int], *, earlier: bool, last: bool, half: str = "") -> Iterator[Moment]:
         """A microbatch's backward, or one `half` of it: "input" or "weight".
 
         Args:
+            layers: those to look at, ascending.
             earlier: gradients of earlier microbatches are there.
             last: no backward of this stage follows in this step.
         """
         if half == "weight":
-            yield from self._weight_half(earlier=earlier, last=last)
+            yield from self._weight_half(layers, earlier=earlier, last=last)
             return
         kept, split = self._full[0], half == "input"
         entering = self._batch * sum(block.backward_extra_bytes for block in self._head)
         yield self._at(None, "enter", kept, entering, (earlier, last, split))
-        behind = sum(self._waiting(block, None) for block in self._head) if split else 0
-        for index in range(len(self.layers) - 1, -1, -1):
+        for index in reversed(layers):
             block, unit = self.layers[index], self._unit(index)
             waits = split and self._policy(index) == "none"
             state = (earlier, last, waits)
-            base = self._before[index] + self._batch * block.backward_extra_bytes + behind
+            base = self._before[index] + self._batch * block.backward_extra_bytes
+            base += self.waiting - self._weights.to(index + 1) if split else 0
             yield self._at(unit, "enter", base + self._batch * _alive(block, self._policy(index)), 0, state)
-            behind += self._weights[index] if split else 0
             if index % self._step == 0:
                 yield self._at(unit, "leave", base, 0, state)
                 if not waits:
                     yield self._at(unit, "reduce", base, 0, state)
         entering = self._before[0] + self._batch * sum(block.backward_extra_bytes for block in self._entrance)
-        yield self._at(0, "leave", entering + behind, 0, (earlier, last, split))
+        yield self._at(0, "leave", entering + (self.waiting if split else 0), 0, (earlier, last, split))
         if not split:
             yield self._at(0, "reduce", entering, 0, (earlier, last, split))
 
-    def _weight_half(self, *, earlier: bool, last: bool) -> Iterator[Moment]:
-        waiting = self.waiting
-        for index in range(len(self.layers) - 1, -1, -1):
+    def _weight_half(self, layers: Sequence[int], *, earlier: bool, last: bool) -> Iterator[Moment]:
+        head = self.waiting - self._weights.all
+        for index in reversed(layers):
             if self._policy(index) != "none":
                 continue
             unit = self._unit(index)
-            yield self._at(unit, "enter", waiting, 0, (earlier, last, False))
-            waiting -= self._weights[index]
+            yield self._at(unit, "enter", head + self._weights.to(index + 1), 0, (earlier, last, False))
+            waiting = head + self._weights.to(index)
             if index % self._step == 0:
                 yield self._at(unit, "leave", waiting, 0, (earlier, last, False))
                 yield self._at(unit, "reduce", waiting, 0, (earlier, last, False))
         for moment in ("leave", "reduce"):
-            yield self._at(0, moment, waiting, 0, (earlier, last, False))
+            yield self._at(0, moment, head, 0, (earlier, last, False))
 
     def optimizer(self) -> Moment:
         """The optimizer's step: reduced gradients are there, whole copies only where nothing is sharded."""
