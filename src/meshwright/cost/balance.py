@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate
@@ -31,22 +32,23 @@ def balanced_layers(layers: Sequence[float], beside: Sequence[float], paces: Seq
         return _dealt(len(layers), layers[0], beside, pace)
     if len(set(pace)) > 1 or any(beside[1:-1]):
         return _searched(layers, beside, pace)  # filling up could leave a stage with a layer that is too large for it
-    whole = sum(layers) + sum(beside)
+    sums = list(accumulate(layers, initial=0.0))
+    whole = sums[-1] + sum(beside)
     low, high = whole / sum(pace), whole / min(pace)
     best = (len(layers) - len(beside) + 1, *[1] * (len(beside) - 1))
     middle = low + max(layers) / min(pace)  # most often the slowest is about a layer above the mean
     for _ in range(_HALVINGS):
-        found = _filled(layers, beside, pace, middle)
+        found = _filled(sums, beside, pace, middle)
         if found is None:
             low = middle
-            found = _filled(layers, beside, pace, high / _STEP)
+            found = _filled(sums, beside, pace, high / _STEP)
             if found is None:
                 break  # nothing is better than the slowest of the best
-        best, high = found, _slowest(found, layers, beside, pace)
+        best, high = found, _slowest(found, sums, beside, pace)
         middle = (low + high) / 2
-    limit = _slowest(best, layers, beside, pace) * _TIE
-    evened = _evened(best, layers, beside, pace, limit)
-    return evened if _slowest(evened, layers, beside, pace) <= limit else best
+    limit = _slowest(best, sums, beside, pace) * _TIE
+    evened = _evened(best, sums, beside, pace, limit)
+    return evened if _slowest(evened, sums, beside, pace) <= limit else best
 
 
 def _dealt(count: int, layer: float, beside: Sequence[float], pace: Sequence[float]) -> tuple[int, ...]:
@@ -115,31 +117,33 @@ def balanced_ranks(
 
 
 def _filled(
-    layers: Sequence[float], beside: Sequence[float], pace: Sequence[float], limit: float
+    sums: Sequence[float], beside: Sequence[float], pace: Sequence[float], limit: float
 ) -> tuple[int, ...] | None:
     """Fill stages from the last to the first up to a limit of time; None where layers are left over, or one alone is
-    too much."""
-    left, counts = len(layers), [0] * len(beside)
+    too much.
+
+    Args:
+        sums: what the first layers take, by their number from 0 on.
+    """
+    left, counts = len(sums) - 1, [0] * len(beside)
     for stage in range(len(beside) - 1, -1, -1):
-        held = beside[stage] / pace[stage]
-        while left > stage:  # every stage before needs a layer
-            held += layers[left - 1] / pace[stage]
-            if held > limit * _TIE:
-                break
-            counts[stage] += 1
-            left -= 1
-        if not counts[stage]:
+        room = limit * _TIE * pace[stage] - beside[stage]
+        start = bisect_left(sums, sums[left] - room, stage, left)  # every stage before needs a layer
+        if start == left:
             return None
+        counts[stage], left = left - start, start
     return None if left else tuple(counts)
 
 
 def _evened(
-    counts: Sequence[int], layers: Sequence[float], beside: Sequence[float], pace: Sequence[float], limit: float
+    counts: Sequence[int], sums: Sequence[float], beside: Sequence[float], pace: Sequence[float], limit: float
 ) -> tuple[int, ...]:
     """As many layers on each stage as on the others, as far as the limit lets it, with layers of their mean time."""
-    mean = sum(layers) / len(layers)
+    layers, stages = len(sums) - 1, len(counts)
+    mean = sums[-1] / layers
     most = [max(1, int((limit * speed - more) / mean)) for more, speed in zip(beside, pace, strict=True)]
-    left, sizes = len(layers), [0] * len(counts)
+    all_have = min(*most, layers // stages)
+    left, sizes = layers - all_have * stages, [all_have] * stages
     while left:
         open_ = [stage for stage in range(len(sizes)) if sizes[stage] < most[stage]]
         if not open_:
@@ -151,9 +155,9 @@ def _evened(
     return tuple(sizes)
 
 
-def _slowest(counts: Sequence[int], layers: Sequence[float], beside: Sequence[float], pace: Sequence[float]) -> float:
+def _slowest(counts: Sequence[int], sums: Sequence[float], beside: Sequence[float], pace: Sequence[float]) -> float:
     most, start = 0.0, 0
-    for stage, count in enumerate(counts):
-        most = max(most, (beside[stage] + sum(layers[start : start + count])) / pace[stage])
-        start += count
+    for count, more, speed in zip(counts, beside, pace, strict=True):
+        stop = start + count
+        most, start = max(most, (more + sums[stop] - sums[start]) / speed), stop
     return most

@@ -15,7 +15,7 @@ from meshwright.cost.compute import speeds
 from meshwright.cost.held_floor import Load, held_bytes, states_bytes
 from meshwright.cost.lines import SLACK, Flow, Line, Lines, Pace, both, sent_s
 from meshwright.cost.links import Collective, collective_s
-from meshwright.cost.overhead import overhead_bytes
+from meshwright.cost.overhead import least_overhead_bytes
 from meshwright.cost.pricer import Pricer
 from meshwright.cost.states import shard_group
 from meshwright.cost.time import JITTER
@@ -194,7 +194,7 @@ class Floors(Lines):
         early = self._microbatches(strategy) > pp
         load = Load(int(plain * part), int(experts * part), trained, 0, 0, early)
         held = states_bytes(self._job, strategy, load)
-        held += sum(overhead_bytes(self._cluster.device_kind, strategy, held).values())
+        held += least_overhead_bytes(self._cluster.device_kind, strategy, held)
         if pp == 1:
             held += batch * (sheet.first_saved + sheet.last_saved + sheet.logits)
         found = size, self._pricer.budget_bytes(strategy) - held

@@ -6,7 +6,7 @@ import math
 from itertools import accumulate
 from typing import NamedTuple
 
-from meshwright.cost.overhead import overhead_bytes
+from meshwright.cost.overhead import least_overhead_bytes
 from meshwright.cost.states import expert_group, shard_group
 from meshwright.schedule import FOLDED
 from meshwright.spec import DTYPE_BYTES, BlockSpec, Job, ModelSpec, Strategy
@@ -165,7 +165,7 @@ def held_bytes(job: Job, kind: str, strategy: Strategy, loads: tuple[Load, ...])
     """Bytes that the rank that needs most does not lie below."""
     away = strategy.offload.activations == "host"
     most = max(states_bytes(job, strategy, load) + (load.kept_here if away else load.kept) for load in loads)
-    return most + sum(overhead_bytes(kind, strategy, most).values())
+    return most + least_overhead_bytes(kind, strategy, most)
 
 
 def states_bytes(job: Job, strategy: Strategy, load: Load) -> int:

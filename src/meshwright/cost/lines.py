@@ -35,6 +35,7 @@ class Pace(NamedTuple):
         layer, again_layer: of the quickest layer, without and with recomputation.
         longest, longest_plain: of the slowest layer, with and without recomputation.
         costs, costs_again: of each layer.
+        whole: all of it, without recomputation.
     """
 
     forward: list[float]
@@ -50,12 +51,7 @@ class Pace(NamedTuple):
     longest_plain: float
     costs: list[float]
     costs_again: list[float]
-
-    @property
-    def whole(self) -> float:
-        """All of it, without recomputation."""
-        ends = self.first.plus(self.last)
-        return self.forward[-1] + self.backward[-1] + ends.forward + ends.backward
+    whole: float
 
 
 class Wires(NamedTuple):
@@ -161,6 +157,7 @@ class Lines:
                 max(both(one) for one in plain),
                 [_in_all(plain[kind]) for kind in sheet.line],
                 [_in_all(again[kind]) for kind in sheet.line],
+                sum(plain[kind].forward + plain[kind].backward for kind in sheet.line) + both(first) + both(last),
             )
         return self._paces[key]
 

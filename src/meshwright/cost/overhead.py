@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.spec import Strategy
 from meshwright.spec.conventions import Convention
 
-__all__ = ["communicators", "framework_bytes", "overhead_bytes"]
+__all__ = ["communicators", "framework_bytes", "least_overhead_bytes", "overhead_bytes"]
 
 _MIB = 2**20
 #: CPU: resident memory of a rank after importing torch and the runtime, joining a gloo group of 2 and one backward
@@ -32,6 +32,13 @@ def communicators(strategy: Strategy) -> int:
     """Groups of ranks that a rank communicates in: one per mesh dimension of more than one rank."""
     s = strategy
     return (s.tp > 1) + (s.pp > 1) + (s.cp > 1) + (s.ep > 1) + (s.replicas > 1) + (s.shard * s.cp > 1)
+
+
+def least_overhead_bytes(device_kind: str, strategy: Strategy, tensor_bytes: int) -> int:
+    """The sum of `overhead_bytes`, without gathers in flight."""
+    each = _COMMUNICATOR_BYTES.get(device_kind, _ACCELERATOR_COMMUNICATOR_BYTES)
+    gaps = int(_GAPS.get(device_kind, _ACCELERATOR_GAPS) * tensor_bytes)
+    return framework_bytes(device_kind) + each * max(0, communicators(strategy) - 1) + gaps
 
 
 def overhead_bytes(

@@ -59,16 +59,18 @@ class Amounts:
         Args:
             spare: how many times the usable bytes there may be.
         """
-        high, budget = len(entry.blocks) - 1, spare * self._pricer.budget_bytes(strategy)
-        last = self._space.recomputing(strategy, entry, entry.blocks[high])
-        if self._floors.bytes(last) > budget:
-            self._short.note(last, self._floors.bytes(last))
+        budget = spare * self._pricer.budget_bytes(strategy)
+
+        def needed(place: int) -> int:
+            return self._floors.bytes(self._space.recomputing(strategy, entry, entry.blocks[place]))
+
+        high, step = len(entry.blocks) - 1, 1
+        if (least := needed(high)) > budget:
+            self._short.note(self._space.recomputing(strategy, entry, entry.blocks[high]), least)
             return -1
-        step = 1
         while low < high:  # what is needed is most often near
             middle = min(low + step - 1, (low + high) // 2)
-            changed = self._space.recomputing(strategy, entry, entry.blocks[middle])
-            if self._floors.bytes(changed) <= budget:
+            if needed(middle) <= budget:
                 high = middle
             else:
                 low, step = middle + 1, 2 * step

@@ -140,6 +140,12 @@ class BlockSpec:
                 fix="list the shape of every parameter that the block owns",
             )
 
+    def named(self, name: str) -> BlockSpec:
+        """The same block under another name: a copy without the checks, as a model may have a hundred of them."""
+        made = object.__new__(BlockSpec)
+        made.__dict__.update(self.__dict__, name=name)
+        return made
+
     def share(self, group: int, *, expert_group: int = 0, trained: bool = False, whole: bool = False) -> int:
         """Elements of this block that each rank of a shard group stores, padding included.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from meshwright.errors import ConfigError, UnsupportedCombination
@@ -78,7 +78,7 @@ class DecoderModel:
             layout=layout,
             blocks=(
                 embedding,
-                *(replace(kinds[kind], name=f"layers.{index}") for index, kind in enumerate(self.layers)),
+                *(kinds[kind].named(f"layers.{index}") for index, kind in enumerate(self.layers)),
                 head,
             ),
             loss_bytes=layout.tokens * (vocabulary * last.wide_bytes + label),
