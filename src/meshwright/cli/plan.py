@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from meshwright.collector import collector_paused
+
 if TYPE_CHECKING:
     from meshwright.planner import Why
     from meshwright.spec import Plan
@@ -46,6 +48,7 @@ _SET = "Change a value of the job (job.compute_dtype=float32)."
 )
 @click.option("--json", is_flag=True, help="Print all numbers as JSON, in bytes and seconds.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), metavar="PLAN.toml", help="Write the plan to this file.")
+@collector_paused()  # also while modules are loaded
 def plan(
     model: str | None,
     cluster: str | None,

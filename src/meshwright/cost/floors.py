@@ -20,7 +20,7 @@ from meshwright.cost.pricer import Pricer
 from meshwright.cost.states import shard_group
 from meshwright.cost.time import JITTER
 from meshwright.schedule import FOLDED
-from meshwright.spec import DTYPE_BYTES, Cluster, Strategy
+from meshwright.spec import DTYPE_BYTES, Strategy
 
 __all__ = ["Floors"]
 
@@ -36,7 +36,6 @@ class Floors(Lines):
         self._contention = min(speed.reached.contention for speed in found) if beside else 0.0
         #: Whether it is known here which rank is the busiest.
         self._equal = len({speed.product_flops_per_s for speed in found}) == 1
-        self._work = self._least_work()
         #: Of the strategy that was asked for last: it is asked for again with every way to recompute.
         self._last_room: tuple[Strategy | None, tuple[int, int]] = None, (0, 0)
 
@@ -44,9 +43,11 @@ class Floors(Lines):
         """Bytes that the rank that needs most does not lie below."""
         return held_bytes(self._job, self._cluster.device_kind, strategy, self._loads(strategy))
 
-    def work_s(self, ranks: int) -> float:
-        """Seconds that no strategy on so many ranks lies below: the model's own work at the best that devices reach."""
-        return SLACK * self._work / ranks
+    def work_s(self, strategy: Strategy) -> float:
+        """Seconds times ranks that no strategy with the layout and the microbatch of this one lies below, as long as
+        all ranks lie on one node, or not, as its own do."""
+        s, sequences = strategy, self._job.global_batch
+        return SLACK * self._pace(s, "none").whole * s.tp * s.cp * sequences / s.microbatch
 
     def mesh_s(self, strategy: Strategy) -> float:
         """Seconds that no strategy on the mesh of this one lies below, whatever its schedule, ZeRO stage, recompute and
@@ -231,20 +232,6 @@ class Floors(Lines):
 
     # --- compute ------------------------------------------------------------------------------------------------------
 
-    def _least_work(self) -> float:
-        """Device-seconds of the model's own work, at the shares of the peak that devices reach at best."""
-        sheet, speed = self._sheet(Strategy()), self._speed
-        attention = (speed.flops_per_s * share for share in _attention_shares(self._cluster))
-        best = max(attention, default=speed.flops_per_s)
-        seconds = 0.0
-        for block in sheet.model.blocks:
-            rate = speed.plain_flops_per_s if block.kind == "head" else speed.product_flops_per_s
-            seconds += 3 * sum(product.flops for product in block.products) / max(rate, speed.plain_flops_per_s)
-            for work in block.attention:
-                seen = 1 - work.causal_flops / work.flops if work.flops else 0.0
-                seconds += (work.flops + work.backward_flops) * seen / best
-        return seconds * self._job.global_batch
-
     def _gathers(self, strategy: Strategy, count: int) -> float:
         """How often each stage is gathered, at least."""
         return 2 * count if strategy.zero == 3 and strategy.gather == "unit" else 1
@@ -324,11 +311,3 @@ def _least_load(layers: int, layer: float, first: float, last: float, ranks: int
         if max(apart, together) >= layers:
             return limit
     return steps[-1]
-
-
-def _attention_shares(cluster: Cluster) -> list[float]:
-    shares = []
-    for group in cluster.nodes:
-        reached = group.device.efficiency
-        shares.append(max(reached.attention, reached.backward_attention) if reached else 1.0)
-    return shares

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from meshwright.collector import collector_paused
 from meshwright.errors import PlanError
 from meshwright.schedule import COMPUTE, compute_orders, stage_ranks
-from meshwright.schedule.collector import collector_paused
 from meshwright.schedule.orders import Orders
 from meshwright.schedule.units import Zero
 

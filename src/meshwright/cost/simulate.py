@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Literal
 
+from meshwright.collector import collector_paused
 from meshwright.errors import ConfigError, PlanError
 from meshwright.schedule import COMPUTE, Action, InFlight, Kind, Schedule, in_flight
-from meshwright.schedule.collector import collector_paused
 from meshwright.spec import Link
 
 __all__ = ["Durations", "Span", "Timeline", "simulate"]

@@ -65,8 +65,11 @@ class Branches:
         self._limit: tuple[float, ...] = (math.inf,)
         self._found: dict[tuple[Any, ...], Candidate] = {}
         self._short = Nearest()
-        #: By tp, cp, ep, sequence parallelism and microbatch: whether the latter may fit.
-        self._microbatches: dict[tuple[int, ...], bool] = {}
+        self._per_node = min(group.devices for group in pricer.cluster.nodes)
+        #: By layout, microbatch and whether all ranks lie on one node: seconds times ranks, at least.
+        self._works: dict[tuple[object, ...], float] = {}
+        #: The last mesh with a layout and microbatch that do not fit: it has the most pipeline ranks.
+        self._unfit: dict[tuple[object, ...], Mesh] = {}
         #: By mesh without dp and microbatch: those two, where nothing fits.
         self._hopeless: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         self._counts = Counts()
@@ -84,6 +87,9 @@ class Branches:
                     self._open(group, group.dps[::-1] if self._objective.name == "time" else group.dps, 0)
             left += self._drain(_MOST_WORK, _WITHOUT * _MOST_WORK)
         left = self._look_near(left)
+        for mesh in self._unfit.values():
+            if (lean := self._space.leanest(mesh)) is not None:
+                self._short.note(lean, self._floors.least_bytes(lean))
         best, least = self._best(), min((value[-1] for value, *_ in left if value <= self._limit), default=math.inf)
         if best and least < math.inf:
             self._counts.unproven = max(0.0, 1 - least / self._value(best[0])[-1])
@@ -139,25 +145,32 @@ class Branches:
     # --- meshes -------------------------------------------------------------------------------------------------------
 
     def _open(self, group: MeshClass, dps: tuple[int, ...], at: int) -> None:
-        """Push a class of meshes by the least its work can take."""
+        """Push a class of meshes by the least their layout and microbatch can take; none where these do not fit."""
         ranks = group.of_a_replica * dps[at]
-        self._push(ranks, self._floors.work_s(ranks), self._class, group, dps, at)
+        key = (*group[:1], *group[2:6], ranks <= self._per_node)
+        if key not in self._works:
+            self._works[key] = self._work_s(key, group.at(dps[at]))
+        if self._works[key] < math.inf:
+            self._push(ranks, self._works[key] / ranks, self._class, group, dps, at)
+        elif key in self._unfit:
+            self._unfit[key] = group.at(dps[at])
+
+    def _work_s(self, key: tuple[object, ...], mesh: Mesh) -> float:
+        """Seconds times ranks that a layout and a microbatch take at least; infinite where they do not fit into the
+        largest device under any pipeline, ZeRO stage and data parallelism."""
+        try:
+            lean = self._space.leanest(mesh)
+            needed = 0 if lean is None else self._floors.microbatch_bytes(lean, lean.recompute)
+            if lean is None or needed <= self._pricer.budget_bytes(Strategy()):
+                return self._floors.work_s(self._space.plain(mesh))
+            self._unfit[key] = mesh
+        except ConfigError as error:  # what the model cannot do shows only now
+            self._space.illegal = self._space.illegal or error
+        return math.inf
 
     def _class(self, group: MeshClass, dps: tuple[int, ...], at: int) -> None:
         mesh = group.at(dps[at])
-        if self._microbatch_fits(mesh):
-            self._push(mesh.ranks, self._floors.mesh_s(self._space.plain(mesh)), self._mesh, mesh, group, dps, at)
-
-    def _microbatch_fits(self, mesh: Mesh) -> bool:
-        """Whether a microbatch may fit into the largest device under any pipeline, ZeRO stage and data parallelism."""
-        key = (mesh.tp, mesh.cp, mesh.ep, mesh.sequence_parallel, mesh.microbatch)
-        if key not in self._microbatches:
-            lean = self._space.leanest(mesh)
-            needed = 0 if lean is None else self._floors.microbatch_bytes(lean, lean.recompute)
-            self._microbatches[key] = needed <= self._pricer.budget_bytes(Strategy())
-            if lean is not None and not self._microbatches[key]:
-                self._short.note(lean, needed)
-        return self._microbatches[key]
+        self._push(mesh.ranks, self._floors.mesh_s(self._space.plain(mesh)), self._mesh, mesh, group, dps, at)
 
     def _too_large(self, group: MeshClass) -> bool:
         """Whether nothing of a class fits: not even what keeps least on the most ranks. Then nothing with a larger

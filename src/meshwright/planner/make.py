@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 from meshwright._version import __version__
+from meshwright.collector import collector_paused
 from meshwright.planner.changes import changes
 from meshwright.planner.explain import why_second
 from meshwright.planner.meshes import nearest_multiples
@@ -16,7 +17,6 @@ from meshwright.planner.rule import Candidate, rule_of
 from meshwright.planner.search import Result
 from meshwright.planner.short import infeasible
 from meshwright.planner.sources import constants, error_bar
-from meshwright.schedule.collector import collector_paused
 from meshwright.spec import (
     Assignment,
     Cluster,

@@ -157,7 +157,12 @@ class Meshes:
         node = max(group.devices for group in self._cluster.nodes)
         bounds = [pin.value for pin in self._pins.of("tp")]
         wanted = range(1, min(self._cluster.devices, max([node, *bounds])) + 1)
-        return self._legal("tp", wanted, lambda tp: self._describe(self._layout(tp=tp)))
+
+        def describe(tp: int) -> ModelSpec:
+            """As most meshes with this degree see the model."""
+            return self._describe(self._layout(tp=tp, sequence_parallel=tp > 1 and self._job.sequence % tp == 0))
+
+        return self._legal("tp", wanted, describe)
 
     def _cps(self) -> list[int]:
         sequence, pinned = self._job.sequence, bool(self._pins.of("cp"))

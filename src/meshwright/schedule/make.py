@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from meshwright.collector import collector_paused
 from meshwright.errors import ConfigError, UnsupportedCombination
 from meshwright.schedule.action import Schedule
-from meshwright.schedule.collector import collector_paused
 from meshwright.schedule.orders import (
     Order,
     Orders,

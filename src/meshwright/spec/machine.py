@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 from meshwright.errors import ConfigError
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
 from meshwright.spec.devices import find_device
-from meshwright.spec.measured import kept_measurement
 
 __all__ = ["plain_machine", "this_machine"]
 
@@ -48,6 +45,8 @@ def this_machine() -> Cluster:
     Raises:
         ConfigError: the operating system tells neither its memory nor its cores.
     """
+    from meshwright.spec.measured import kept_measurement
+
     plain = plain_machine()
     kept, why_not = kept_measurement(plain)
     if why_not:
@@ -126,6 +125,9 @@ def _host_memory_bytes() -> int:
 
 def _nvidia_gpus() -> list[tuple[str, int]]:
     """Name and memory (bytes) of each NVIDIA GPU; empty when there is none or no driver."""
+    import shutil
+    import subprocess  # only here, as most plans are for other machines
+
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
