@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost.published.calibrate import GROUPS, Factors, calibrate
@@ -51,6 +51,13 @@ SECONDS = {PRODUCTS: st.floats(0.1, 10), NORMS: st.floats(0.01, 10), REDUCES: st
 
 
 @given(st.lists(st.tuples(st.fixed_dictionaries(SECONDS), st.floats(0.4, 2.5)), max_size=6))
+@example(
+    [
+        ({PRODUCTS: 1, NORMS: 1, REDUCES: 3}, 1.5),
+        ({PRODUCTS: 1, NORMS: 2, REDUCES: 2}, 0.4375),
+        ({PRODUCTS: 3, NORMS: 1, REDUCES: 2}, 2.5),
+    ]
+)
 @settings(deadline=None, max_examples=60)
 def test_factors_are_always_positive_and_their_penalty_is_a_minimum(off: list[tuple[dict[str, float], float]]) -> None:
     rows = [(terms, factor * sum(terms.values())) for terms, factor in off]
