@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         UnsupportedCombination,
     )
     from meshwright.measure import describe_module, trace
-    from meshwright.runtime import Engine, MeanLoss, StepReport
+    from meshwright.runtime import Engine, MeanLoss, ModelLoss, StepReport
     from meshwright.spec import Cluster, Job, ModelSpec, OptimizerSpec, Plan, Strategy
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Job",
     "MeanLoss",
     "MeshwrightError",
+    "ModelLoss",
     "ModelSpec",
     "OptimizerSpec",
     "Plan",
@@ -59,6 +60,7 @@ _HOME = {
     "Job": "meshwright.spec",
     "MeanLoss": "meshwright.runtime",
     "MeshwrightError": "meshwright.errors",
+    "ModelLoss": "meshwright.runtime",
     "ModelSpec": "meshwright.spec",
     "OptimizerSpec": "meshwright.spec",
     "Plan": "meshwright.spec",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from meshwright.cost.compute import speeds
-from meshwright.cost.held_floor import Load, held_bytes, states_bytes
+from meshwright.cost.held_floor import Load, Sheet, held_bytes, states_bytes
 from meshwright.cost.lines import SLACK, Flow, Line, Lines, Pace, both, sent_s
 from meshwright.cost.links import Collective, collective_s
 from meshwright.cost.overhead import least_overhead_bytes
@@ -64,18 +64,18 @@ class Floors(Lines):
         Args:
             blocks: numbers of first layers that may recompute, ascending; 0 stands for all of them.
         """
-        layers = len(self._sheet(strategy).line)
-        needed = self._recomputed(strategy, policy)
+        sheet = self._sheet(strategy)
+        layers, needed = len(sheet.line), self._recomputed(strategy, sheet, policy)
         place = next((place for place, n in enumerate(blocks) if (n or layers) >= needed), None)
         if place is None or (policy == "none" and needed):
             return math.inf, 0
-        return self._zero_s(strategy, policy, 0 if policy == "none" else blocks[place] or layers), place
+        return self._zero_s(strategy, sheet, policy, 0 if policy == "none" else blocks[place] or layers), place
 
     def lean_mesh_s(self, strategy: Strategy, policy: str, blocks: Sequence[int]) -> float:
         """As `zero_mesh_s`, without the communication of ZeRO: where the strategy is the one of its mesh that keeps
         least, no other with this policy lies below."""
-        layers = len(self._sheet(strategy).line)
-        needed = self._recomputed(strategy, policy)
+        sheet = self._sheet(strategy)
+        layers, needed = len(sheet.line), self._recomputed(strategy, sheet, policy)
         found = next((n for n in blocks if (n or layers) >= needed), None)
         if found is None or (policy == "none" and needed):
             return math.inf
@@ -83,13 +83,12 @@ class Floors(Lines):
 
     def recomputed_mesh_s(self, strategy: Strategy) -> float:
         """As `zero_mesh_s`, where at least so many layers recompute as in this strategy."""
-        layers = len(self._sheet(strategy).line)
-        return self._zero_s(
-            strategy, strategy.recompute, 0 if strategy.recompute == "none" else strategy.recompute_blocks or layers
-        )
+        policy, sheet = strategy.recompute, self._sheet(strategy)
+        recomputed = 0 if policy == "none" else strategy.recompute_blocks or len(sheet.line)
+        return self._zero_s(strategy, sheet, policy, recomputed)
 
-    def _zero_s(self, strategy: Strategy, policy: str, recomputed: int) -> float:
-        pace, sheet = self._pace(strategy, policy), self._sheet(strategy)
+    def _zero_s(self, strategy: Strategy, sheet: Sheet, policy: str, recomputed: int) -> float:
+        pace = self._pace(strategy, policy)
         if not self._equal:
             return self._mesh_s(strategy, pace, recomputed)
         layers, pp, count = len(sheet.line), strategy.pp, self._microbatches(strategy)
@@ -150,7 +149,7 @@ class Floors(Lines):
         """Bytes that no strategy with this mesh, ZeRO stage, shard group and offload lies below, whatever its schedule,
         where all layers recompute by its policy."""
         policy, batch, sheet = strategy.recompute, strategy.microbatch, self._sheet(strategy)
-        size, room = self._room(strategy)
+        size, room = self._room(strategy, sheet)
         held = self._pricer.budget_bytes(strategy) - room
         if strategy.offload.activations == "host":
             return held
@@ -163,10 +162,10 @@ class Floors(Lines):
             worked, ends = max(0, worked - ends), 0
         return held + int(max(flight * kept + worked, kept + ends))
 
-    def _recomputed(self, strategy: Strategy, policy: str) -> float:
+    def _recomputed(self, strategy: Strategy, sheet: Sheet, policy: str) -> float:
         """How many of the first layers recompute at least: infinite where all of them are too few."""
-        sheet, pp, batch = self._sheet(strategy), strategy.pp, strategy.microbatch
-        size, room = self._room(strategy)
+        pp, batch = strategy.pp, strategy.microbatch
+        size, room = self._room(strategy, sheet)
         if strategy.offload.activations == "host":
             return 0.0 if room >= 0 else math.inf
         whole, again = sheet.kept_of_a_layer["none"], sheet.kept_of_a_layer[policy]
@@ -182,11 +181,11 @@ class Floors(Lines):
             needed = max(needed, rank * size + short / (flight * less))
         return math.ceil(needed)
 
-    def _room(self, strategy: Strategy) -> tuple[int, int]:
+    def _room(self, strategy: Strategy, sheet: Sheet) -> tuple[int, int]:
         """Layers of a pipeline rank, at least, and the bytes that its states leave for what they keep, at most."""
         if self._last_room[0] is strategy:
             return self._last_room[1]
-        sheet, pp, batch = self._sheet(strategy), strategy.pp, strategy.microbatch
+        pp, batch = strategy.pp, strategy.microbatch
         layers = len(sheet.line)
         size = layers if pp == 1 else max(1, layers // pp * 3 // 4 - 1)
         plain, experts = sheet.elements(0, layers, pp == 1, pp == 1)

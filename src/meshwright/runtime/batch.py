@@ -52,18 +52,24 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
-def call_model(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+def call_model(model: nn.Module, batch: Any, *, labels: bool = False) -> tuple[Any, Any]:
     """Run the model on a batch; what the loss compares its outputs with.
 
     A pair `(inputs, targets)`: the model is called with the inputs (a tensor; a tuple or list as positional, a mapping
-    as keyword arguments) and the targets go to the loss. A mapping: the model is called with all keys but `labels`, and
-    the loss gets the whole mapping.
+    as keyword arguments) and the targets go to the loss. A mapping: the model is called with all keys but `labels`
+    (with them too, where it computes the loss itself), and the loss gets the whole mapping.
 
     Returns:
         The model's outputs and the loss's targets.
     """
     if isinstance(batch, Mapping):
-        return model(**{key: value for key, value in batch.items() if key != "labels"}), batch
+        return model(**{key: value for key, value in batch.items() if labels or key != "labels"}), batch
+    if labels:
+        raise ConfigError(
+            f"a batch of type {type(batch).__name__} for a model that computes its own loss",
+            why="ModelLoss takes mappings with the model's keyword arguments, labels among them",
+            fix="return a dict from the data loader",
+        )
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ConfigError(
             f"a batch of type {type(batch).__name__} cannot be used",

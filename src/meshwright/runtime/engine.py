@@ -24,7 +24,9 @@ from meshwright.runtime.evaluation import evaluation_parts
 from meshwright.runtime.factories import make_optimizer, make_scheduler
 from meshwright.runtime.gradients import clip_factor, scale, sum_of_squares
 from meshwright.runtime.loss import LossFunction, call_loss
+from meshwright.runtime.loss_scale import LossScale
 from meshwright.runtime.memory import MemoryMeter, bytes_of, state_storages
+from meshwright.runtime.model_loss import bind_loss
 from meshwright.runtime.player import play
 from meshwright.runtime.ranks import global_rank, host_group, join_ranks, local_device, world_size
 from meshwright.runtime.report import StepReport
@@ -55,7 +57,7 @@ class Engine:
         model: a module with real values (rank 0's are used), or a function that builds one: then no rank ever holds it
             whole, and initial values come from its init functions (`_init_weights(module)` or `reset_parameters()`),
             the seed and the module's name only; what a constructor writes into its parameters is not kept.
-        loss: `(outputs, targets) -> (sum, weight)`, or a `MeanLoss`.
+        loss: `(outputs, targets) -> (sum, weight)`, a `MeanLoss`, or a `ModelLoss`: the one that the model returns.
         optimizer: `parameters -> torch.optim.Optimizer`; called once, after sharding.
         job: global batch, dtypes, clipping, seed.
         strategy: how to run it; must be executable by this version.
@@ -96,8 +98,9 @@ class Engine:
         self.microbatches = strategy.microbatches(job.global_batch)
         built = build(model, job, strategy, self.device, blocks)
         self.model, self._zero, self._dropout, self._traffic = built.model, built.zero, built.dropout, built.traffic
-        self._loss = loss
-        self.optimizer = make_optimizer(optimizer, self.model)
+        self._loss, self._own_loss = loss, bind_loss(loss, self.model)
+        self._scale = LossScale(dynamic=job.compute_dtype == "float16")
+        self.optimizer = make_optimizer(optimizer, self.model, strategy)
         self.scheduler = make_scheduler(scheduler, self.optimizer)
         self.schedule = single_stage(
             zero=strategy.zero,
@@ -146,12 +149,15 @@ class Engine:
                 self._zero.finish_reduces()
             loss, weight, norm = self._agree(run)
             skipped = not (weight > 0 and math.isfinite(norm))
+            scale_used = self._scale.factor
             factor = 1.0 if skipped else self._update(weight, norm)
         finally:
             self._dropout.stop()
             self._zero.end_step()
         self._broken = False
         self._note_measurement(meter)
+        if weight > 0:
+            self._scale.update(finite=not skipped)
         self.steps_done += 1
         self.skipped_steps += skipped
         self.samples_seen += self.job.global_batch
@@ -162,6 +168,7 @@ class Engine:
             grad_norm=norm,
             clipped_norm=norm * factor,
             skipped=skipped,
+            loss_scale=scale_used,
             tokens=run.tokens,
             step_s=time.perf_counter() - begin,
             peak_bytes=dict(self._peak_bytes),
@@ -177,7 +184,7 @@ class Engine:
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         with self.inference(), torch.no_grad():
             for batch, counts in evaluation_parts(batches, self.strategy, self.batch_scope, self.device):
-                outputs, targets = call_model(self.model, batch)
+                outputs, targets = call_model(self.model, batch, labels=self._own_loss)
                 total, weight = call_loss(self._loss, outputs, targets)
                 if counts:
                     totals += torch.stack([total.double(), weight])
@@ -225,6 +232,7 @@ class Engine:
                 "steps_done": self.steps_done,
                 "skipped_steps": self.skipped_steps,
                 "samples_seen": self.samples_seen,
+                "loss_scale": self._scale.state(),
                 "optimizer": type(self.optimizer).__name__,
                 "groups": group_options(self.optimizer),
                 "numbers": optimizer_numbers(self.optimizer, self._zero.stored),
@@ -259,6 +267,7 @@ class Engine:
             self.scheduler.load_state_dict(engine["scheduler"])
         self.steps_done, self.skipped_steps = engine["steps_done"], engine["skipped_steps"]
         self.samples_seen = engine["samples_seen"]
+        self._scale.restore(engine.get("loss_scale", {}))
         self._measured_steps = 0
         extra: dict[str, Any] = manifest["extra"]
         return extra
@@ -296,12 +305,12 @@ class Engine:
         run.tokens = round(tokens)
         if weight <= 0:
             return float("nan"), weight, float("nan")
-        return loss / weight, weight, squares**0.5 / weight
+        return loss / weight, weight, squares**0.5 / weight / self._scale.factor
 
     def _update(self, weight: float, norm: float) -> float:
         """Divide by the global weight, clip once, step the optimizer; the clip factor."""
         gradients = self._zero.gradients()
-        scale(gradients.values(), 1.0 / weight)
+        scale(gradients.values(), 1.0 / weight / self._scale.factor)
         if self.on_gradients is not None:
             self.on_gradients({name: parameter.grad for name, parameter in self.named_parameters().items()})
         factor = clip_factor(norm, self.job.clip_norm)
@@ -361,7 +370,7 @@ class _Microbatches:
         engine._zero.before_forward(release=release)
         engine._dropout.start(engine.steps_done, global_rank() * engine.microbatches + microbatch)
         part = split(self._batch, microbatch * size, (microbatch + 1) * size)
-        outputs, targets = call_model(engine.model, part)
+        outputs, targets = call_model(engine.model, part, labels=engine._own_loss)
         total, weight = call_loss(engine._loss, outputs, targets)
         self.loss += total.detach().double()
         self.weight += weight
@@ -372,7 +381,14 @@ class _Microbatches:
     def backward(self, microbatch: int, *, reduce: bool, release: bool, last: bool) -> None:
         """Run its backward: gradients of the sum, divided by the global weight once it is known."""
         self._engine._zero.before_backward(reduce=reduce, release=release, last=last)
-        self._pending.pop(microbatch).backward()
+        total, loss_scale = self._pending.pop(microbatch), self._engine._scale
+        if not loss_scale.started:  # all ranks are at their first backward
+            most = self.weight.clone()
+            if world_size() > 1:
+                self._engine._traffic.count("statistics")
+                dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            loss_scale.start(float(most))
+        (total.float() * loss_scale.factor if loss_scale.dynamic else total).backward()
 
 
 def _require(name: str, value: str, choices: Sequence[str]) -> None:

@@ -10,15 +10,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from meshwright.errors import ConfigError
+from meshwright.runtime.elementwise import require_elementwise
+from meshwright.spec import Strategy
 
 __all__ = ["make_optimizer", "make_scheduler"]
 
 
-def make_optimizer(factory: Any, model: nn.Module) -> Optimizer:
+def make_optimizer(factory: Any, model: nn.Module, strategy: Strategy) -> Optimizer:
     """Build the optimizer over a model's trainable parameters, after sharding.
 
     Raises:
-        ConfigError: it is built already, is none, needs more than one evaluation a step, or holds other parameters.
+        ConfigError: it is built already, is none, needs more than one evaluation a step, looks beyond the elements that
+            a rank holds, or holds other parameters.
     """
     if isinstance(factory, Optimizer):
         raise ConfigError(
@@ -38,6 +41,7 @@ def make_optimizer(factory: Any, model: nn.Module) -> Optimizer:
         )
     if isinstance(made, torch.optim.LBFGS):
         raise ConfigError("LBFGS calls the loss again and again", why="a step is played once", fix="use AdamW or SGD")
+    require_elementwise(made, strategy)
     known = {id(parameter) for parameter in mine}
     if any(id(parameter) not in known for group in made.param_groups for parameter in group["params"]):
         raise ConfigError(

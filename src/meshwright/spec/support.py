@@ -58,9 +58,9 @@ NOT_EXECUTABLE: tuple[Limit, ...] = (
         fix="leave reduce out",
     ),
     Limit(
-        applies=lambda s, j: "float16" in (j.param_dtype, j.compute_dtype, j.reduce_dtype),
-        what=lambda s, j: "float16 (it needs loss scaling)",
-        fix="set compute_dtype=bfloat16",
+        applies=lambda s, j: "float16" in (j.param_dtype, j.reduce_dtype),
+        what=lambda s, j: "parameters or gradients stored in float16",
+        fix="keep param_dtype=float32 and reduce_dtype=float32, and set compute_dtype=float16",
     ),
     Limit(
         applies=lambda s, j: j.param_dtype == "bfloat16",

@@ -35,7 +35,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...], float], ...] = (
 )
 #: Standard deviation of a measurement's logarithm about what the factors can explain.
 _NOISE = 0.03
-#: Rows that agree need ten steps; rows that contradict each other come near their best compromise by a hundredth a step.
+#: Rows that agree need ten steps; those that contradict each other come a hundredth nearer to a compromise by each one.
 _ITERATIONS = 3000
 _CLOSE = 1e-10
 
