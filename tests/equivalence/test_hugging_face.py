@@ -18,6 +18,12 @@ from tests.harness.ranks import run_one, run_ranks
 Result = tuple[float, dict[str, Tensor]]
 JOB = Job(global_batch=ROWS, param_dtype="float64", compute_dtype="float64", reduce_dtype="float64")
 CASES = [(name, tied) for name in FAMILIES for tied in ((False, True) if name in TIED else (False,))]
+#: Every family under one layout in turn, and two under all of them.
+LAYOUTS = ((2, 3), (3, 1), (2, 0), (3, 2))
+LAID_OUT = [(*case, *LAYOUTS[index % len(LAYOUTS)]) for index, case in enumerate(CASES)]
+LAID_OUT += [
+    (name, True, *layout) for name in ("llama", "t5") for layout in LAYOUTS if (name, True, *layout) not in LAID_OUT
+]
 
 
 def by_engine(name: str, tied: bool, zero: int) -> list[Result]:
@@ -66,11 +72,8 @@ def norm(tensor: Any) -> float:
     return float(torch.linalg.vector_norm(tensor))
 
 
-@pytest.mark.parametrize(("world", "zero"), [(2, 3), (3, 1)])
-@pytest.mark.parametrize(("name", "tied"), CASES)
+@pytest.mark.parametrize(("name", "tied", "world", "zero"), LAID_OUT)
 def test_families_train_as_in_one_process(name: str, tied: bool, world: int, zero: int) -> None:
-    if (CASES.index((name, tied)) + world) % 2 and name not in ("llama", "t5"):
-        world, zero = {2: (2, 0), 3: (3, 2)}[world]  # every stage and world comes up in turn
     wanted = run_one(in_one_piece, name, tied)
     for steps in run_ranks(world, by_engine, name, tied, zero):
         for (loss, gradients), (right, expected) in zip(steps, wanted, strict=True):

@@ -84,7 +84,7 @@ def test_legal_pins_that_are_not_executable_yet(pins: list[str], what: str) -> N
 
 
 def test_a_job_that_is_not_executable_yet() -> None:
-    job = Job(global_batch=12, sequence=64, compute_dtype="float16")
+    job = Job(global_batch=12, sequence=64, param_dtype="float16", compute_dtype="float16")
     assert isinstance(refused(job=job), UnsupportedCombination)
 
 
