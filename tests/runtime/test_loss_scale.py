@@ -111,6 +111,9 @@ def test_the_scale_doubles_after_two_thousand_good_steps_in_a_row() -> None:
     for _ in range(2000):
         scale.update(finite=True)
     assert scale.factor == 2.0**16
+    for _ in range(2000):  # a model whose loss is never a number
+        scale.update(finite=False)
+    assert scale.factor > 0
     fixed = LossScale(dynamic=False)
     fixed.update(finite=False)
     assert fixed.factor == 1.0

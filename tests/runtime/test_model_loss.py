@@ -76,6 +76,9 @@ def test_what_it_cannot_know_is_refused() -> None:
     ids = batch()["input_ids"]
     with pytest.raises(ConfigError, match="a batch of type tuple"):
         made.step((ids, ids))
+    forgotten = engine(make_model("llama", tied=False, dtype=torch.float32), ModelLoss())
+    with pytest.raises(ConfigError, match="a batch without labels"):
+        forgotten.step({"input_ids": ids})
     plain = engine(MLP(), ModelLoss(weight=lambda batch: 1))
     with pytest.raises(ConfigError, match="returned no loss"):
         plain.step({"inputs": torch.randn(ROWS, 5, 9)})

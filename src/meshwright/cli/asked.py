@@ -92,12 +92,12 @@ _Parts = tuple[Described, Cluster, Job, list[Assignment], DecoderShape | None]
 
 def _from_job_file(asked: Asked) -> _Parts:
     """The built-in decoder of a job file (or the built-in job), with the options in the place of its values."""
+    from meshwright.spec.job_file import read_job
+
     sets = list(asked.sets)
     for key, value in (("job.global_batch", asked.global_batch), ("job.sequence", asked.sequence)):
         if value is not None:
             sets.append(f"{key}={value}")
-    from meshwright.spec.job_file import read_job
-
     file = read_job(asked.model, sets)
     cluster = parse_cluster(asked.cluster) if asked.cluster is not None else file.cluster or this_machine()
     return described(file.model), cluster, file.job, file.pins, file.model

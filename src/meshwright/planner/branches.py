@@ -67,7 +67,7 @@ class Branches:
         self._short = Nearest()
         self._per_node = min(group.devices for group in pricer.cluster.nodes)
         #: By layout, microbatch and whether all ranks lie on one node: seconds times ranks, at least.
-        self._works: dict[tuple[object, ...], float] = {}
+        self._device_seconds: dict[tuple[object, ...], float] = {}
         #: The last mesh with a layout and microbatch that do not fit: it has the most pipeline ranks.
         self._unfit: dict[tuple[object, ...], Mesh] = {}
         #: By mesh without dp and microbatch: those two, where nothing fits.
@@ -148,14 +148,14 @@ class Branches:
         """Push a class of meshes by the least their layout and microbatch can take; none where these do not fit."""
         ranks = group.of_a_replica * dps[at]
         key = (*group[:1], *group[2:6], ranks <= self._per_node)
-        if key not in self._works:
-            self._works[key] = self._work_s(key, group.at(dps[at]))
-        if self._works[key] < math.inf:
-            self._push(ranks, self._works[key] / ranks, self._class, group, dps, at)
+        if key not in self._device_seconds:
+            self._device_seconds[key] = self._least_device_s(key, group.at(dps[at]))
+        if self._device_seconds[key] < math.inf:
+            self._push(ranks, self._device_seconds[key] / ranks, self._class, group, dps, at)
         elif key in self._unfit:
             self._unfit[key] = group.at(dps[at])
 
-    def _work_s(self, key: tuple[object, ...], mesh: Mesh) -> float:
+    def _least_device_s(self, key: tuple[object, ...], mesh: Mesh) -> float:
         """Seconds times ranks that a layout and a microbatch take at least; infinite where they do not fit into the
         largest device under any pipeline, ZeRO stage and data parallelism."""
         try:

@@ -87,13 +87,9 @@ def _neighbours(strategy: Strategy, question: Question) -> Iterator[Strategy]:
 
 def _fastest(pricer: Pricer, options: list[Strategy]) -> tuple[Strategy, float] | None:
     """The fastest of these that fits, with its seconds; what bounds on time and memory rule out is not priced."""
-    best, bounds = None, []
-    try:
-        floors = Floors(pricer)
-    except MeshwrightError:  # a traced model is known for the shapes of its inputs alone
-        return None
+    best, bounds, floors = None, [], Floors(pricer)
     for number, option in enumerate(dict.fromkeys(options)):
-        with suppress(MeshwrightError):
+        with suppress(MeshwrightError):  # also of a traced model, which is known for the shapes of its inputs alone
             option.microbatches(pricer.job.global_batch)  # refuses what does not divide the batch
             if floors.bytes(option) <= pricer.budget_bytes(option):
                 bounds.append((floors.strategy_s(option), number, option))

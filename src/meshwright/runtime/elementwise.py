@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +30,8 @@ _KNOWN = {
 }
 #: Those of torch.optim 2.13.
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
-_ROWS, _STEPS = (3, 2, 4), 2
+#: Rows of the small matrix, and the parts in which it is tried too.
+_ROWS, _PARTS, _STEPS = 9, ((0, 3), (3, 5), (5, 9)), 2
 
 
 def require_elementwise(optimizer: Optimizer, strategy: Strategy) -> None:
@@ -57,36 +58,31 @@ def require_elementwise(optimizer: Optimizer, strategy: Strategy) -> None:
 
 
 def _tried(optimizer: Optimizer) -> str:
-    """What is wrong; empty where the update of parts is the part of the update."""
-    whole, *parts = (_updated(optimizer, rows) for rows in (None, *_bounds()))
-    found = [entry for entry in (whole, *parts) if isinstance(entry, str)]
-    if found:
-        return found[0]
-    if torch.equal(torch.cat(parts), whole):  # type: ignore[arg-type]  # none is a text
-        return ""
-    return "on a small matrix its update of some rows is not those rows of its update"
+    """What is wrong; empty where the update of parts is the part of the update, in every parameter group."""
+    for group in optimizer.param_groups:
+        try:
+            whole = _updated(optimizer, group, 0, _ROWS)
+            parts = torch.cat([_updated(optimizer, group, start, stop) for start, stop in _PARTS])
+        except Exception as error:  # whatever a user's own optimizer raises
+            return f"whether it updates every element by itself cannot be tried ({type(error).__name__}: {error})"
+        if not torch.allclose(parts, whole, rtol=1e-9, atol=0.0):  # vector units may round the last elements otherwise
+            return "on a small matrix its update of some rows is not those rows of its update"
+    return ""
 
 
-def _bounds() -> Sequence[tuple[int, int]]:
-    stops = [sum(_ROWS[: index + 1]) for index in range(len(_ROWS))]
-    return list(zip([0, *stops], stops, strict=False))
-
-
-def _updated(optimizer: Optimizer, rows: tuple[int, int] | None) -> torch.Tensor | str:
-    """A matrix, or rows of it, after steps by a copy of the optimizer; or why there are none."""
+def _updated(optimizer: Optimizer, group: dict[str, Any], start: int, stop: int) -> torch.Tensor:
+    """Some rows of a matrix after steps by a copy of the optimizer."""
     generator = torch.Generator().manual_seed(0)
-    shape = (sum(_ROWS), 6)
-    values = torch.randn(_STEPS + 1, *shape, generator=generator, dtype=torch.float64)
-    values[1:] *= torch.logspace(-2, 2, shape[0], dtype=torch.float64)[:, None]  # rows of very different norms
-    start, stop = rows or (0, shape[0])
+    values = torch.randn(_STEPS + 1, _ROWS, 6, generator=generator, dtype=torch.float64)
+    values[1:] *= torch.logspace(-2, 2, _ROWS, dtype=torch.float64)[:, None]  # rows of very different norms
     parameter = nn.Parameter(values[0, start:stop].clone())
-    trial = copy.copy(optimizer)
-    trial.state = defaultdict(dict)
-    trial.param_groups = [{**optimizer.param_groups[0], "params": [parameter]}]
-    try:
-        for gradient in values[1:]:
-            parameter.grad = gradient[start:stop].clone()
-            trial.step()
-    except Exception as error:  # whatever a user's own optimizer raises
-        return f"whether it updates every element by itself cannot be tried ({type(error).__name__}: {error})"
+    # Not copy.copy: it keeps an optimizer's states and groups, and nothing else that its class adds.
+    trial: Optimizer = object.__new__(type(optimizer))
+    own = {key: copy.copy(value) for key, value in vars(optimizer).items() if isinstance(value, (dict, list, set))}
+    trial.__dict__.update(
+        vars(optimizer) | own, state=defaultdict(dict), param_groups=[group | {"params": [parameter]}]
+    )
+    for gradient in values[1:]:
+        parameter.grad = gradient[start:stop].clone()
+        trial.step()
     return parameter.detach()

@@ -10,6 +10,8 @@ __all__ = ["LossScale"]
 
 _FIRST = 2.0**16
 _PATIENCE = 2000
+#: Where halving ends: gradients that are not finite even so are the model's own fault.
+_LEAST = 2.0**-24
 
 
 class LossScale:
@@ -39,7 +41,7 @@ class LossScale:
             return
         self._steps = self._steps + 1 if finite else 0
         if not finite:
-            self.factor /= 2
+            self.factor = max(self.factor / 2, _LEAST)
         elif self._steps == _PATIENCE:
             self.factor, self._steps = 2 * self.factor, 0
 

@@ -59,6 +59,12 @@ class ModelLoss(MeanLoss):
         return super().__call__(outputs, targets)
 
     def _labels(self, batch: Any) -> torch.Tensor:
+        if "labels" not in batch:
+            raise ConfigError(
+                f"a batch without labels ({', '.join(map(str, batch))})",
+                why="ModelLoss counts the labels that the model's loss is the mean over",
+                fix="put labels into the batch, or give ModelLoss(weight=count)",
+            )
         labels: torch.Tensor = batch["labels"]
         counted = labels[..., 1:] if self._shifted else labels
         return counted.ne(_IGNORED).sum()

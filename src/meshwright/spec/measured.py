@@ -30,7 +30,7 @@ class Fingerprint:
     @classmethod
     def of(cls, plain: Cluster) -> Fingerprint:
         """That of this machine now; `plain` is what the operating system tells of it."""
-        from importlib.metadata import PackageNotFoundError, version  # takes as long to load as a small plan
+        from importlib.metadata import PackageNotFoundError, version  # only here, as it takes a while to load
 
         (group,) = plain.nodes
         try:
