@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshwright.runtime import engine as engine_module
-from meshwright.runtime import init, recompute
+from meshwright.runtime import init, microbatches, recompute
 from meshwright.runtime.collectives import CountedAllGather, CountedReduceScatter
-from meshwright.runtime.engine import Engine, _Microbatches
+from meshwright.runtime.engine import Engine
+from meshwright.runtime.microbatches import Microbatches
 from meshwright.runtime.replicas import Bucket, Replicas
 from meshwright.runtime.seeds import DropoutStreams, seed_for
 from meshwright.runtime.shards import Shards
@@ -47,7 +48,7 @@ def mean_of_means() -> None:
 
         return call_loss
 
-    replace(engine_module, "call_loss", make)
+    replace(microbatches, "call_loss", make)
 
 
 @fault
@@ -61,7 +62,7 @@ def padding_counts() -> None:
 
         return call_loss
 
-    replace(engine_module, "call_loss", make)
+    replace(microbatches, "call_loss", make)
 
 
 @fault
@@ -160,7 +161,7 @@ def clipped_per_microbatch() -> None:
 
         return backward
 
-    replace(_Microbatches, "backward", make)
+    replace(Microbatches, "backward", make)
 
 
 @fault
@@ -213,7 +214,7 @@ def only_the_last_microbatch() -> None:
 
         return backward
 
-    replace(_Microbatches, "backward", make)
+    replace(Microbatches, "backward", make)
 
 
 @fault

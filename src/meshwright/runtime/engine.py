@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.runtime.batch import call_model, count_tokens, rows, split, to_device
+from meshwright.runtime.batch import call_model, rows, split, to_device
 from meshwright.runtime.build import build
 from meshwright.runtime.checkpoint import load_checkpoint, save_checkpoint, shared_manifest
 from meshwright.runtime.evaluation import evaluation_parts
@@ -26,6 +26,7 @@ from meshwright.runtime.gradients import clip_factor, scale, sum_of_squares
 from meshwright.runtime.loss import LossFunction, call_loss
 from meshwright.runtime.loss_scale import LossScale
 from meshwright.runtime.memory import MemoryMeter, bytes_of, state_storages
+from meshwright.runtime.microbatches import Microbatches
 from meshwright.runtime.model_loss import bind_loss
 from meshwright.runtime.player import play
 from meshwright.runtime.ranks import global_rank, host_group, join_ranks, local_device, world_size
@@ -135,7 +136,7 @@ class Engine:
         begin = time.perf_counter()
         mine = self._my_rows(batch)
         self._require_whole()
-        run = _Microbatches(self, mine)
+        run = Microbatches(self, mine)
         measured = self._measure == "every" or (self._measure == "first" and self._measured_steps < 2)
         meter = MemoryMeter(self.model, self.optimizer, self._zero) if measured else None
         if measured and self.device.type != "cpu":
@@ -289,7 +290,7 @@ class Engine:
             batch = split(batch, global_rank() * share, (global_rank() + 1) * share)
         return to_device(batch, self.device)
 
-    def _agree(self, run: _Microbatches) -> tuple[float, float, float]:
+    def _agree(self, run: Microbatches) -> tuple[float, float, float]:
         """The step's loss, global weight and gradient norm over all ranks, by one small all-reduce."""
         used = self._zero.used.flags
         values = torch.zeros(4 + len(used), dtype=torch.float64, device=self.device)
@@ -350,45 +351,6 @@ class Engine:
         self._peak_bytes, self.category_peaks = dict(meter.peak), dict(meter.largest)
         if self.device.type != "cpu":
             self._peak_bytes["allocator"] = torch.accelerator.max_memory_allocated(self.device)
-
-
-class _Microbatches:
-    """The engine's model as a playable stage over one step's microbatches."""
-
-    def __init__(self, engine: Engine, batch: Any) -> None:
-        self._engine = engine
-        self._batch = batch
-        self._pending: dict[int, torch.Tensor] = {}
-        self.loss = torch.zeros((), dtype=torch.float64, device=engine.device)
-        self.weight = torch.zeros((), dtype=torch.float64, device=engine.device)
-        self.tokens = count_tokens(batch)
-        self.meter: MemoryMeter | None = None
-
-    def forward(self, microbatch: int, *, release: bool) -> None:
-        """Run a microbatch forward and keep its loss for backward."""
-        engine, size = self._engine, self._engine.strategy.microbatch
-        engine._zero.before_forward(release=release)
-        engine._dropout.start(engine.steps_done, global_rank() * engine.microbatches + microbatch)
-        part = split(self._batch, microbatch * size, (microbatch + 1) * size)
-        outputs, targets = call_model(engine.model, part, labels=engine._own_loss)
-        total, weight = call_loss(engine._loss, outputs, targets)
-        self.loss += total.detach().double()
-        self.weight += weight
-        self._pending[microbatch] = total
-        if self.meter is not None:
-            self.meter.note()
-
-    def backward(self, microbatch: int, *, reduce: bool, release: bool, last: bool) -> None:
-        """Run its backward: gradients of the sum, divided by the global weight once it is known."""
-        self._engine._zero.before_backward(reduce=reduce, release=release, last=last)
-        total, loss_scale = self._pending.pop(microbatch), self._engine._scale
-        if not loss_scale.started:  # all ranks are at their first backward
-            most = self.weight.clone()
-            if world_size() > 1:
-                self._engine._traffic.count("statistics")
-                dist.all_reduce(most, op=dist.ReduceOp.MAX)
-            loss_scale.start(float(most))
-        (total.float() * loss_scale.factor if loss_scale.dynamic else total).backward()
 
 
 def _require(name: str, value: str, choices: Sequence[str]) -> None:

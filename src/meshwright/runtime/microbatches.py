@@ -1,0 +1,57 @@
+"""The engine's model as a stage that a schedule plays: one microbatch forward, one backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.runtime.batch import call_model, count_tokens, split
+from meshwright.runtime.loss import call_loss
+from meshwright.runtime.memory import MemoryMeter
+from meshwright.runtime.ranks import global_rank, world_size
+
+if TYPE_CHECKING:
+    from meshwright.runtime.engine import Engine
+
+__all__ = ["Microbatches"]
+
+
+class Microbatches:
+    """The engine's model as a playable stage over one step's microbatches."""
+
+    def __init__(self, engine: Engine, batch: Any) -> None:
+        self._engine = engine
+        self._batch = batch
+        self._pending: dict[int, torch.Tensor] = {}
+        self.loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+        self.weight = torch.zeros((), dtype=torch.float64, device=engine.device)
+        self.tokens = count_tokens(batch)
+        self.meter: MemoryMeter | None = None
+
+    def forward(self, microbatch: int, *, release: bool) -> None:
+        """Run a microbatch forward and keep its loss for backward."""
+        engine, size = self._engine, self._engine.strategy.microbatch
+        engine._zero.before_forward(release=release)
+        engine._dropout.start(engine.steps_done, global_rank() * engine.microbatches + microbatch)
+        part = split(self._batch, microbatch * size, (microbatch + 1) * size)
+        outputs, targets = call_model(engine.model, part, labels=engine._own_loss)
+        total, weight = call_loss(engine._loss, outputs, targets)
+        self.loss += total.detach().double()
+        self.weight += weight
+        self._pending[microbatch] = total
+        if self.meter is not None:
+            self.meter.note()
+
+    def backward(self, microbatch: int, *, reduce: bool, release: bool, last: bool) -> None:
+        """Run its backward: gradients of the sum, divided by the global weight once it is known."""
+        self._engine._zero.before_backward(reduce=reduce, release=release, last=last)
+        total, loss_scale = self._pending.pop(microbatch), self._engine._scale
+        if not loss_scale.started:  # all ranks are at their first backward
+            most = self.weight.clone()
+            if world_size() > 1:
+                self._engine._traffic.count("statistics")
+                dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            loss_scale.start(float(most))
+        (total.float() * loss_scale.factor if loss_scale.dynamic else total).backward()
