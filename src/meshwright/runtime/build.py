@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from meshwright.errors import ConfigError
@@ -40,6 +41,7 @@ def build(
     strategy: Strategy,
     device: torch.device,
     block_names: Sequence[str] | None,
+    host: dist.ProcessGroup | None,
 ) -> Built:
     """Apply recompute, then ZeRO, then initial values.
 
@@ -72,6 +74,7 @@ def build(
             stored_dtype=stored,
             reduce_dtype=reduced,
             traffic=traffic,
+            host=host,
         )
         materialise(module, device=device, seed=job.seed)
         zero.find_stored()

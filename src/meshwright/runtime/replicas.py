@@ -103,7 +103,7 @@ class Replicas(Zero):
         if self._copies is not None:
             self._context.enter_context(self._copies)
 
-    def end_evaluation(self) -> None:
+    def end_evaluation(self, *, help_others: bool) -> None:
         self._context.close()
 
     def gathered_storages(self) -> list[torch.UntypedStorage]:
