@@ -88,6 +88,8 @@ class Engine:
         self.microbatches = strategy.microbatches(job.global_batch)
         built = build(model, job, strategy, self.device, blocks, self._host_group)
         self.model, self._zero, self._dropout, self._traffic = built.model, built.zero, built.dropout, built.traffic
+        self._coupled = built.coupled
+        self._loss_tried = False
         self._loss, self._own_loss = loss, bind_loss(loss, self.model)
         self._scale = LossScale(dynamic=job.compute_dtype == "float16")
         self.optimizer = make_optimizer(optimizer, self.model, strategy)
@@ -134,8 +136,8 @@ class Engine:
         Raises:
             ConfigError: a batch has more rows than a step takes, or some rank was handed no batch at all.
         """
-        for batch, count in together(batches, self.device):
-            most = self.job.global_batch // (1 if self.batch_scope == "global" else self.strategy.dp)
+        most = self.job.global_batch // (1 if self.batch_scope == "global" else self.strategy.dp)
+        for batch, count in together(batches, self.device, least=most if self._coupled else 0):
             if count > most:
                 raise self._wrong_rows(count, f"at most {most}")
             if self.batch_scope == "global" and count:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from meshwright.runtime.additive import require_additive
 from meshwright.runtime.batch import call_model, count_tokens, split
 from meshwright.runtime.loss import call_loss
 from meshwright.runtime.memory import MemoryMeter
@@ -45,6 +46,9 @@ class Microbatches:
         start, stop = microbatch * size, min((microbatch + 1) * size, self.samples)
         part = split(self._batch, start, stop) if start < stop else split(self._batch, 0, 1)
         outputs, targets = call_model(engine.model, part, labels=engine._own_loss)
+        if not engine._loss_tried and not engine._own_loss:
+            require_additive(engine._loss, outputs, targets)
+            engine._loss_tried = True
         total, weight = call_loss(engine._loss, outputs, targets)
         if start < stop:
             self.loss += total.detach().double()

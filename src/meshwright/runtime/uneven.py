@@ -16,18 +16,25 @@ from meshwright.spec import Strategy
 __all__ = ["evaluation_parts", "share_of", "together"]
 
 
-def together(batches: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, int]]:
+def together(batches: Iterable[Any], device: torch.device, *, least: int = 0) -> Iterator[tuple[Any, int]]:
     """This rank's batches until all ranks have run out, each with how many of its rows count.
 
     A rank that has run out goes on with the last batch it had, of which no row counts.
 
+    Args:
+        batches: this rank's.
+        device: this rank's.
+        least: rows that every rank has to have, where the model computes over those of all ranks.
+
     Raises:
-        ConfigError: on every rank, when some rank was handed no batch at all while others were.
+        ConfigError: on every rank, when some rank was handed no batch at all while others were, or too few rows.
     """
     left, latest = iter(batches), None
     while True:
         batch = next(left, None)
-        state = torch.tensor([float(batch is not None), float(batch is None and latest is None)], device=device)
+        count = rows(batch) if batch is not None else 0
+        said = [batch is not None, batch is None and latest is None, count < least]
+        state = torch.tensor([float(one) for one in said], device=device)
         if world_size() > 1:
             dist.all_reduce(state)
         if state[0] == 0:
@@ -38,8 +45,14 @@ def together(batches: Iterable[Any], device: torch.device) -> Iterator[tuple[Any
                 why="a rank without any batch has nothing to take part in a step with",
                 fix="hand every rank at least one batch",
             )
+        if state[2] > 0:
+            raise ConfigError(
+                f"{int(state[2])} ranks have less than {least} rows for a step",
+                why="SyncBatchNorm normalises over the rows of all ranks, and rows without weight would count in it",
+                fix="leave out shorter last batches, or use LayerNorm or GroupNorm",
+            )
         latest = batch if batch is not None else latest
-        yield latest, rows(batch) if batch is not None else 0
+        yield latest, count
 
 
 def share_of(batch: Any, strategy: Strategy) -> tuple[Any, int]:
