@@ -1,4 +1,4 @@
-"""Any module (outputs, inputs, frozen, shared, repeated, unused weights) as in one process, or refused with the remedy."""
+"""Any module (outputs, inputs, frozen, shared, repeated, unused weights) as in one process, or refused."""
 
 from __future__ import annotations
 
