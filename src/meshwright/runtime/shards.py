@@ -22,6 +22,7 @@ from meshwright.runtime._torch import (
     use_explicit_gathers,
 )
 from meshwright.runtime.collectives import CountedAllGather, CountedReduceScatter, Traffic
+from meshwright.runtime.same_order import SameOrder
 from meshwright.runtime.tensors import hidden_gradients, map_values
 from meshwright.runtime.turns import Turns
 from meshwright.runtime.units import Unit
@@ -87,7 +88,8 @@ class Shards(Zero):
         use_explicit_gathers(self._fsdp)
         self._order, self._prefetch = [unit.modules[0] for unit in nested], prefetch
         self._plan_prefetch(prefetch)
-        self._turns = Turns(nested, host)
+        self._turns, self._order_watch = Turns(nested, host), SameOrder(model, nested, host)
+        self._stepped = False
         self._seen: set[int] = set()
         self._arrived: dict[str, int] = {}
         for unit in units:
@@ -105,6 +107,8 @@ class Shards(Zero):
 
     def begin_step(self) -> None:
         self.used.clear()
+        if not self._stepped:
+            self._order_watch.begin()
         self._traffic.buffer_moment = self.moment
 
     def before_forward(self, *, release: bool) -> None:
@@ -121,6 +125,8 @@ class Shards(Zero):
 
     def finish_reduces(self) -> None:
         """Backward has waited for its reduces."""
+        self._stepped = True
+        self._order_watch.end()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         found = {}
