@@ -35,7 +35,8 @@ class Padding:
         pad_token: the id at places without a token; the model does not see them, so that any valid id will do.
         ignore: the label that does not count.
         multiple: lengths are rounded up to a multiple of it.
-        side: where the padding stands. `"left"` adds `position_ids`, which begin at a sample's first token.
+        side: where the padding stands. `"left"` is for causal models: it adds `position_ids`, which begin at a sample's
+            first token, and that token's label does not count: it would be predicted from padding.
         labels: make `labels` where they are missing.
         per_token: names of all keys per token besides input_ids, attention_mask and labels.
 
@@ -65,6 +66,9 @@ class Padding:
         _require_alike(rows)
         for row in rows:
             row.setdefault("attention_mask", torch.ones_like(row["input_ids"]))
+            if self.side == "left" and "labels" in row and row["labels"].shape == row["input_ids"].shape:
+                row["labels"] = row["labels"].clone()
+                row["labels"][:1] = self.ignore
         lengths = [len(row["input_ids"]) for row in rows]
         batch = {key: self._column(key, [row[key] for row in rows], lengths) for key in rows[0]}
         if self.side == "left" and "position_ids" not in batch:
