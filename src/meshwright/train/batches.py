@@ -58,7 +58,8 @@ class Batches:
             own). `Padding()` is for sequences of different lengths.
         shuffle: in another order every epoch; by default what is read by number is, and a stream cannot be.
         seed: of the order; the job's by default.
-        workers: processes that read ahead (torch's), 0 for none; at most 1 for a stream, which each would read whole.
+        workers: processes that read ahead (torch's), 0 for none; at most 1 for a stream, which each would read whole
+            (Hugging Face's buffered shuffle draws another order in a worker than without: go on with as many).
         epochs: how often to go through the data; None for without end.
         start: samples that were seen before: `engine.samples_seen`, under whatever layout.
         last: what fills no whole global batch at the very end: `"short"` (default): each rank yields the rows it has,
