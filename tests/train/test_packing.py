@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshwright import Batches, ConfigError, DataError, Job, Packing, Strategy
+from meshwright import Batches, ConfigError, DataError, Engine, Job, Packing, Strategy
+from meshwright.models import Decoder, DecoderConfig, token_loss
 from meshwright.train.packing import PackedRows, PackedStream
+from tests.harness.ranks import run_one
 
 Row = dict[str, Tensor]
 
@@ -161,6 +163,29 @@ class TestWithBatches:
         packed = Packing(8)(iter(documents_of([3, 4])))
         with pytest.raises(ConfigError, match="epochs=3"):
             Batches(packed, Job(global_batch=1), Strategy(), epochs=3)
+
+
+def decoder_losses() -> tuple[float, float]:
+    """The built-in decoder's loss over packed rows by the engine, and over each document by itself."""
+    torch.manual_seed(3)
+    model = Decoder(DecoderConfig(vocab_size=101, hidden_size=12, num_hidden_layers=2, initializer_range=0.3)).double()
+    documents = [[number + 3 * place for place in range(2 + 5 * number % 9)] for number in range(20)]
+    parts = [token_loss(model(torch.tensor([ids[:-1]])), torch.tensor([ids[1:]])) for ids in documents]
+    alone = float(sum(total for total, _ in parts).detach()) / sum(int(count) for _, count in parts)  # type: ignore[union-attr]
+    rows = Packing(16)(documents)
+    job = Job(global_batch=len(rows), param_dtype="float64", compute_dtype="float64", reduce_dtype="float64")  # type: ignore[arg-type]
+    engine = Engine(model, shifted, lambda parameters: torch.optim.SGD(parameters, lr=0.0), job, Strategy())
+    (batch,) = Batches(rows, job, Strategy())
+    return engine.step(batch).loss, alone
+
+
+def shifted(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return token_loss(logits[:, :-1], batch["labels"][:, 1:])
+
+
+def test_the_built_in_decoder_takes_packed_rows() -> None:
+    packed, alone = run_one(decoder_losses)
+    assert packed == pytest.approx(alone, rel=1e-12)
 
 
 class TestWrongDocuments:
