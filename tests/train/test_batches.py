@@ -6,6 +6,7 @@ import math
 import pickle
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from meshwright import Batches, ConfigError, DataError, Job, Strategy
+from meshwright import Batches, ConfigError, DataError, Engine, Job, Strategy
 from meshwright.train.order import SampleOrder
 from tests.harness.ranks import RankError, run_ranks
 
@@ -526,3 +527,40 @@ def test_numbers_of_batches() -> None:
             made = [Batches(list(range(size)), job(), Strategy(dp=dp), rank=rank) for rank in range(dp)]
             assert [len(batches) for batches in made] == wanted
             assert max(wanted) == math.ceil(size / GLOBAL)
+
+
+SAMPLES = 50
+FLOAT64 = {"param_dtype": "float64", "compute_dtype": "float64", "reduce_dtype": "float64"}
+
+
+def trained(folder: Path, steps: int, zero: int) -> list[float]:
+    """Losses of at most `steps` steps on the samples that were not seen yet, from the checkpoint if there is one."""
+    ranks = torch.distributed.get_world_size()
+    torch.manual_seed(0)
+    data = [(torch.randn(3, dtype=torch.float64), torch.randn(2, dtype=torch.float64)) for _ in range(SAMPLES)]
+    work, strategy = Job(global_batch=GLOBAL, seed=3, **FLOAT64), Strategy(dp=ranks, zero=zero, microbatch=2)  # type: ignore[arg-type]
+    engine = Engine(
+        torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2)).double(),
+        lambda outputs, targets: ((outputs - targets).square().sum(), len(targets)),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        work,
+        strategy,
+        batch_scope="local",
+        blocks=["0"],
+    )
+    if folder.exists():
+        engine.load(folder)
+    batches = Batches(data, work, strategy, epochs=2, start=engine.samples_seen, last="drop")
+    losses = [engine.step(batch).loss for batch, _ in zip(batches, range(steps), strict=False)]
+    if not folder.exists():
+        engine.save(folder)
+    return losses
+
+
+def test_training_goes_on_with_the_samples_that_are_left(tmp_path: Path) -> None:
+    """Whole, or stopped in the first epoch and gone on with other ranks and ZeRO, losses are the same."""
+    whole = run_ranks(1, trained, tmp_path / "whole", 99, 0)[0]
+    assert len(whole) == 2 * SAMPLES // GLOBAL
+    first = run_ranks(2, trained, tmp_path / "half", 3, 3)[0]
+    second = run_ranks(3, trained, tmp_path / "half", 99, 2)[0]
+    assert first + second == pytest.approx(whole, rel=1e-12)
