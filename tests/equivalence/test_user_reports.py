@@ -2,11 +2,15 @@
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from meshwright import ConfigError, UnsupportedCombination
+from meshwright.runtime import Engine
+from meshwright.spec import Strategy
 from tests.harness.cases import (
     STEPS,
     Case,
@@ -267,3 +271,68 @@ def test_a_tied_weight_has_one_gradient(zero: int) -> None:
     assert "lm_head.weight" not in runs[0].initial
     step = runs[0].steps[0]
     assert step.grad_norm == pytest.approx(distance(step.gradients, {}), rel=1e-12)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_D17_the_norm_counts_a_parameter_without_a_gradient_as_zero(zero: int) -> None:
+    """The norm stopped at a parameter that got no gradient. It is that of all others, whatever the stage."""
+    case = Case(model="mlp-unused", world=3, zero=zero, clip=0.1)
+    assert norms_of(case) == pytest.approx(norms_of(case.reference), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        ({"tp": 2, "sequence_parallel": True}, "tensor parallelism"),  # D18: norms' gradients not summed over tp
+        ({"tp": 2}, "tensor parallelism"),  # B8: the loss multiplied by tp
+        ({"cp": 2}, "context parallelism"),  # B8: the loss multiplied by cp
+    ],
+)
+def test_D18_B8_layouts_without_a_runtime_are_refused_before_a_wrong_number(layout: dict[str, Any], says: str) -> None:
+    """Gradients of norms were not summed over tensor-parallel ranks, and losses grew by tp * cp, in silence."""
+    with pytest.raises(UnsupportedCombination, match=says):
+        run_one_engine(Strategy(**layout))
+
+
+def run_one_engine(strategy: Strategy) -> Engine:
+    case = Case()
+    return Engine(builder("mlp", tied=False), loss_of("mlp"), sgd, case.job, strategy)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_B8_the_loss_does_not_depend_on_how_many_ranks_share_the_batch(zero: int) -> None:
+    """The same batch on 1, 2 and 3 ranks has one loss."""
+    cases = [Case(world=world, zero=zero, accumulation=6 // world) for world in (1, 2, 3)]
+    losses = [[step.loss for step in train(case)[0].steps] for case in cases]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert losses[0] == pytest.approx(losses[2], rel=1e-12)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_D29_an_optimizer_from_before_sharding_is_refused_and_one_from_after_moves_weights(zero: int) -> None:
+    """An optimizer built before sharding held other tensors: weights never moved, and nothing said so."""
+    for moved, texts in run_ranks(2, optimizers, zero):
+        assert moved
+        assert "already built" in texts[0]
+        assert "not this model's" in texts[1]
+
+
+def optimizers(zero: int) -> tuple[bool, list[str]]:
+    case = Case(model="mlp", world=2, zero=zero)
+    texts = []
+    for early in (True, False):
+        model = builder("mlp", tied=False)().to(torch.float64)
+        before = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+        built = torch.optim.SGD(before, lr=0.1)
+        with pytest.raises(ConfigError) as caught:
+            Engine(model, loss_of("mlp"), built if early else lambda p, built=built: built, case.job, case.strategy)
+        texts.append(str(caught.value))
+    engine = build_engine(case)
+    first = {name: p.detach().clone() for name, p in engine.named_parameters().items()}
+    for number in range(3):
+        engine.step(case.batch(number))
+    return all(not torch.equal(first[name], p) for name, p in engine.named_parameters().items()), texts

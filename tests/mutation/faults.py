@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from meshwright.runtime import batch_norm, init, microbatches, recompute
 from meshwright.runtime import engine as engine_module
-from meshwright.runtime import init, microbatches, recompute
+from meshwright.runtime.batch import rows
 from meshwright.runtime.collectives import CountedAllGather, CountedReduceScatter
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.microbatches import Microbatches
@@ -324,6 +325,68 @@ def gradients_not_zeroed() -> None:
 def unused_decays() -> None:
     """A parameter without a gradient gets one of zeros, and weight decay moves it."""
     replace(Shards, "drop_unused", lambda original: lambda self, used: [])
+
+
+@fault
+def own_use_alone() -> None:
+    """Each rank drops the gradients of what it did not use itself, whatever others did."""
+
+    def make(original: Any) -> Any:
+        return lambda self, used: original(self, self._zero.used.flags.clone())
+
+    replace(Engine, "_drop_unused", make)
+
+
+@fault
+def tied_weight_reduced_twice() -> None:
+    """The tied embedding is summed over the ranks for each of its uses."""
+
+    def make(original: Any) -> Any:
+        def finish(self: Bucket) -> None:
+            original(self)
+            for name, parameter in self.parameters.items():
+                if "embed" in name:
+                    dist.all_reduce(parameter.grad)
+
+        return finish
+
+    replace(Bucket, "finish", make)
+
+
+@fault
+def overflow_stays_local() -> None:
+    """Each rank skips and halves its scale by what it has seen of its own rows."""
+
+    def make(original: Any) -> Any:
+        def agree(self: Engine, run: Any) -> Any:
+            loss, weight, norm = original(self, run)
+            return loss, weight, norm if not bool(run.loss.isfinite()) else 1.0
+
+        return agree
+
+    replace(Engine, "_agree", make)
+
+
+@fault
+def absent_rows_weigh() -> None:
+    """A rank that has run out counts the rows that it repeats."""
+
+    def make(original: Any) -> Any:
+        return lambda self, engine, batch, count: original(self, engine, batch, rows(batch))
+
+    replace(Microbatches, "__init__", make)
+
+
+@fault
+def statistics_of_own_rows() -> None:
+    """Batch norms take the mean and the variance of their own rank's rows."""
+    replace(batch_norm, "_sum_over_ranks", lambda original: lambda value: value)
+
+
+@fault
+def statistics_gradient_stays_local() -> None:
+    """The gradient of a mean over all ranks' rows goes to the rank's own loss only."""
+    replace(batch_norm._SumOverRanks, "backward", lambda original: staticmethod(lambda ctx, gradient: gradient))
 
 
 @fault

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.equivalence import test_dropout, test_strategies, test_user_reports
+from tests.equivalence import test_dropout, test_strategies, test_structures, test_user_reports
 from tests.equivalence.lattice import short_list
 from tests.harness.cases import Case
 from tests.harness.ranks import RankError, prepared
 from tests.mutation.faults import FAULTS
+from tests.runtime import test_loss_scale, test_uneven
 
 ANY_TENSOR = r"step \d (gradient|update) \S+\.(weight|bias): error"
 
@@ -63,6 +64,10 @@ D13 = test_user_reports.test_D13_clipping_happens_once_over_all_microbatches
 D26 = test_user_reports.test_D26_64_bf16_microbatches_are_summed_in_float32
 D28 = test_user_reports.test_D28_the_scheduler_steps_once_for_each_optimizer_step
 E6 = test_user_reports.test_E6_a_parameter_that_nothing_uses_is_named_and_left_alone
+BRANCHES = test_user_reports.test_E6_ranks_may_take_different_branches
+OVERFLOW = test_loss_scale.test_an_overflow_on_one_rank_skips_on_all_and_halves_the_scale
+UNEVEN = test_uneven.test_steps_over_unequal_numbers_of_batches_and_rows
+NORMS = test_structures.test_batch_norms_over_the_rows_of_all_ranks
 TIED = test_user_reports.test_a_tied_weight_has_one_gradient
 PAIRS = test_strategies.test_pairs_of_options
 MASKS = test_dropout.test_masks_do_not_depend_on_the_layout
@@ -95,6 +100,20 @@ MUTATIONS = [
     caught("everybody_takes_the_first_rows", D1, zero=2),
     caught("gradients_not_zeroed", D1, r"step 2 gradient \S+weight: error", zero=2),
     caught("unused_decays", E6, r"step 1 gradient forgotten\.weight: error", zero=2, world=2),
+    caught(
+        "own_use_alone",
+        BRANCHES,
+        "a rank has no gradient where others have one",
+        zero=2,
+        world=2,
+        shard=0,
+        accumulation=1,
+    ),
+    caught("tied_weight_reduced_twice", TIED, r"step 1 gradient model\.embed_tokens\.weight: error", zero=0),
+    caught("overflow_stays_local", OVERFLOW, r"assert \[.*\] == \[", zero=3),
+    caught("absent_rows_weigh", UNEVEN, r"weight \S+: error", zero=2, world=3),
+    caught("statistics_of_own_rows", NORMS, r"(blocks|head)\.\S+", world=2, zero=0, momentum=0.1),
+    caught("statistics_gradient_stays_local", NORMS, r"(blocks|head)\.\S+", world=3, zero=3, momentum=0.3),
     caught("weights_by_rank", D1, r"step 0 initial model\.\S+weight: error", zero=0),
 ]
 

@@ -14,8 +14,9 @@ from meshwright.measure._torch import NEEDS_DATA, FakeTensorMode
 from meshwright.measure.kernels import Kernels, use_kernels
 from meshwright.measure.recorder import Recorder, Tally
 from meshwright.measure.stand_in import Held, as_for_training, held_parameters, stand_ins
-from meshwright.measure.values import TensorForm, find_tensors, map_values
+from meshwright.measure.values import TensorForm
 from meshwright.measure.walk import BlockFailed, Kept, Output, Record, measure_call
+from meshwright.runtime.tensors import find_tensors, map_values
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import Product
 

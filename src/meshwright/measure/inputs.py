@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import ConfigError
-from meshwright.measure.values import find_tensors, map_values
+from meshwright.runtime.tensors import find_tensors, map_values
 
 __all__ = ["Example"]
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.measure.values import TensorForm, find_tensors, storages_of
+from meshwright.measure.values import TensorForm, storages_of
+from meshwright.runtime.tensors import find_tensors
 
 __all__ = ["Signatures"]
 

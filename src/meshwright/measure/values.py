@@ -1,18 +1,16 @@
-"""Tensors inside whatever a module takes and returns: containers, mappings, dataclasses."""
+"""What measurements keep of tensors: their form without values, and their storages."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
 from meshwright.runtime._torch import storage_key
 
-__all__ = ["Storages", "TensorForm", "bytes_of", "find_tensors", "map_values", "storages_of", "tensor_bytes"]
+__all__ = ["Storages", "TensorForm", "bytes_of", "storages_of", "tensor_bytes"]
 
 Storages = dict[int, torch.UntypedStorage]
 
@@ -46,46 +44,6 @@ class TensorForm(NamedTuple):
         elif filled:
             made.random_(0, 2)
         return made.requires_grad_(self.requires_grad)
-
-
-def find_tensors(value: Any) -> list[torch.Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses, in order, as often as it occurs."""
-    return list(_walk(value))
-
-
-def _walk(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _walk(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _walk(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _walk(getattr(value, field.name))
-
-
-def map_values(function: Callable[[Any], Any], value: Any, kind: type = torch.Tensor) -> Any:
-    """A copy with `function` applied to every `kind` in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, kind):
-        return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_values(function, item, kind) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_values(function, item, kind) for item in value)
-    if isinstance(value, Mapping):
-        copied = copy.copy(value) if hasattr(value, "__setitem__") else dict(value)
-        for key, item in value.items():
-            copied[key] = map_values(function, item, kind)
-        return copied
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        duplicate = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(duplicate, field.name, map_values(function, getattr(value, field.name), kind))
-        return duplicate
-    return value
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> Storages:

@@ -19,10 +19,9 @@ from meshwright.measure.values import (
     Storages,
     TensorForm,
     bytes_of,
-    find_tensors,
-    map_values,
     storages_of,
 )
+from meshwright.runtime.tensors import find_tensors, map_values
 
 __all__ = ["POLICIES", "BlockFailed", "Call", "Kept", "Output", "Record", "Walk", "measure_call"]
 

@@ -28,6 +28,8 @@ __all__ = [
     "WeakIdKeyDictionary",
     "gathered_storages",
     "group_timeout",
+    "make_root",
+    "mark_managed",
     "storage_key",
     "unsharded_gradient_storages",
     "use_explicit_gathers",
@@ -40,6 +42,21 @@ def use_explicit_gathers(root: FSDPModule) -> None:
     Otherwise FSDP2 keeps the flat buffer of the last gather alive until the next, one more unit than the plan prices.
     """
     root._set_unshard_async_op(True)
+
+
+def make_root(root: FSDPModule) -> None:
+    """Let FSDP2 know its outermost module before an inner one is called by itself (2.13: it takes the first called)."""
+    fully_shard.state(root)._lazy_init()  # type: ignore[attr-defined]  # a contract adds `state`
+
+
+def mark_managed(root: nn.Module, managed: bool) -> None:
+    """Set the mark of FSDP2 on modules that have it (2.13: for the compiler).
+
+    Hugging Face's `generate` takes it as a sign that all ranks have to generate in step, with collectives of its own.
+    """
+    for module in root.modules():
+        if hasattr(module, "_is_fsdp_managed_module"):
+            module._is_fsdp_managed_module = managed  # type: ignore[assignment]  # a flag, not a module
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

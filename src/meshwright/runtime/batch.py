@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
-from meshwright.runtime.tensors import map_tensors
+from meshwright.runtime.tensors import map_values
 
 __all__ = ["call_model", "count_tokens", "rows", "split", "to_device"]
 
@@ -32,7 +32,7 @@ def rows(batch: Any) -> int:
         sizes.add(tensor.shape[0])
         return tensor
 
-    map_tensors(look, batch)
+    map_values(look, batch)
     if len(sizes) != 1:
         raise ConfigError(
             f"the batch has leading sizes {sorted(sizes)}" if sizes else "the batch holds no tensor",
@@ -44,12 +44,12 @@ def rows(batch: Any) -> int:
 
 def split(batch: Any, start: int, stop: int) -> Any:
     """Rows `start` to `stop` of every tensor."""
-    return map_tensors(lambda tensor: tensor[start:stop], batch)
+    return map_values(lambda tensor: tensor[start:stop], batch)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Every tensor on the device."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    return map_values(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def call_model(model: nn.Module, batch: Any, *, labels: bool = False) -> tuple[Any, Any]:
@@ -93,5 +93,5 @@ def count_tokens(batch: Any) -> int:
             found.append(tensor.shape[0] * tensor.shape[1])
         return tensor
 
-    map_tensors(look, batch)
+    map_values(look, batch)
     return found[0] if found else rows(batch)

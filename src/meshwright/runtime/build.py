@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from meshwright.errors import ConfigError
+from meshwright.runtime.batch_norm import couple_batch_norms
 from meshwright.runtime.collectives import Traffic
 from meshwright.runtime.init import materialise, meta_parameters, share_values, store_parameters_as
 from meshwright.runtime.precision import cast_inputs
@@ -26,12 +28,17 @@ __all__ = ["Built", "build"]
 
 @dataclass(frozen=True)
 class Built:
-    """A model made ready for a strategy on this rank."""
+    """A model made ready for a strategy on this rank.
+
+    Attributes:
+        coupled: its forward computes over the rows of all ranks, so that every rank must have them.
+    """
 
     model: nn.Module
     zero: Zero
     dropout: DropoutStreams
     traffic: Traffic
+    coupled: bool
 
 
 def build(
@@ -40,6 +47,7 @@ def build(
     strategy: Strategy,
     device: torch.device,
     block_names: Sequence[str] | None,
+    host: dist.ProcessGroup | None,
 ) -> Built:
     """Apply recompute, then ZeRO, then initial values.
 
@@ -50,7 +58,7 @@ def build(
     module = _module(model, job.seed, device)
     _refuse_what_cannot_be_sharded(module, strategy)
     stored, compute, reduced = (getattr(torch, name) for name in (job.param_dtype, job.compute_dtype, job.reduce_dtype))
-    _refuse_batch_statistics(module, strategy)
+    coupled = couple_batch_norms(module, strategy, device)
     share_values(module, device)
     store_parameters_as(module, stored)
     blocks = choose_blocks(module, block_names)
@@ -72,13 +80,14 @@ def build(
             stored_dtype=stored,
             reduce_dtype=reduced,
             traffic=traffic,
+            host=host,
         )
         materialise(module, device=device, seed=job.seed)
         zero.find_stored()
     else:
         materialise(module, device=device, seed=job.seed)
-        zero = Replicas(units, compute_dtype=compute, stored_dtype=stored, traffic=traffic)
-    return Built(module, zero, dropout, traffic)
+        zero = Replicas(units, compute_dtype=compute, stored_dtype=stored, reduce_dtype=reduced, traffic=traffic)
+    return Built(module, zero, dropout, traffic, coupled)
 
 
 def _module(model: nn.Module | Callable[[], nn.Module], seed: int, device: torch.device) -> nn.Module:
@@ -95,16 +104,6 @@ def _module(model: nn.Module | Callable[[], nn.Module], seed: int, device: torch
     if not isinstance(built, nn.Module):
         raise ConfigError(f"the model builder returned a {type(built).__name__}", fix="return an nn.Module from it")
     return built
-
-
-def _refuse_batch_statistics(model: nn.Module, strategy: Strategy) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and strategy.dp > 1:
-            raise ConfigError(
-                f"module {name} is a {type(module).__name__} and the strategy has dp={strategy.dp}",
-                why="its statistics are of each rank's own samples, so numbers would depend on the number of ranks",
-                fix="use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or LayerNorm or GroupNorm",
-            )
 
 
 def _refuse_what_cannot_be_sharded(module: nn.Module, strategy: Strategy) -> None:

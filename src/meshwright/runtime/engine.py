@@ -16,11 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import ConfigError
 from meshwright.runtime.batch import call_model, rows, split, to_device
 from meshwright.runtime.build import build
-from meshwright.runtime.checkpoint import load_checkpoint, save_checkpoint, shared_manifest
-from meshwright.runtime.evaluation import evaluation_parts
 from meshwright.runtime.factories import make_optimizer, make_scheduler
 from meshwright.runtime.gradients import clip_factor, scale, sum_of_squares
 from meshwright.runtime.loss import LossFunction, call_loss
@@ -31,18 +29,9 @@ from meshwright.runtime.model_loss import bind_loss
 from meshwright.runtime.player import play
 from meshwright.runtime.ranks import global_rank, host_group, join_ranks, local_device, world_size
 from meshwright.runtime.report import StepReport
+from meshwright.runtime.resume import load_engine, save_engine
 from meshwright.runtime.seeds import preserved_random_state
-from meshwright.runtime.state import (
-    adopt_optimizer_states,
-    group_options,
-    model_states,
-    new_optimizer_states,
-    optimizer_numbers,
-    optimizer_states,
-    require_same_optimizer,
-    restore_group_options,
-    scheduler_state,
-)
+from meshwright.runtime.uneven import evaluation_parts, share_of, together
 from meshwright.schedule import single_stage
 from meshwright.spec import Job, Strategy, require_executable
 
@@ -97,8 +86,10 @@ class Engine:
         join_ranks(self.device)
         self._host_group = host_group(self.device)
         self.microbatches = strategy.microbatches(job.global_batch)
-        built = build(model, job, strategy, self.device, blocks)
+        built = build(model, job, strategy, self.device, blocks, self._host_group)
         self.model, self._zero, self._dropout, self._traffic = built.model, built.zero, built.dropout, built.traffic
+        self._coupled = built.coupled
+        self._loss_tried = False
         self._loss, self._own_loss = loss, bind_loss(loss, self.model)
         self._scale = LossScale(dynamic=job.compute_dtype == "float16")
         self.optimizer = make_optimizer(optimizer, self.model, strategy)
@@ -133,10 +124,31 @@ class Engine:
         Raises:
             ConfigError: the batch has another number of sequences, or the loss breaks its contract.
         """
-        begin = time.perf_counter()
         mine = self._my_rows(batch)
+        return self._step(mine, rows(mine))
+
+    def steps(self, batches: Iterable[Any]) -> Iterator[StepReport]:
+        """A step for each batch, until every rank has run out; the last ones may be shorter than the others.
+
+        With `batch_scope="local"` ranks may be handed different numbers of batches, of any number of rows up to their
+        share: what a rank lacks has no weight, so that losses and gradients are those of the rows that there are.
+
+        Raises:
+            ConfigError: a batch has more rows than a step takes, or some rank was handed no batch at all.
+        """
+        most = self.job.global_batch // (1 if self.batch_scope == "global" else self.strategy.dp)
+        for batch, count in together(batches, self.device, least=most if self._coupled else 0):
+            if count > most:
+                raise self._wrong_rows(count, f"at most {most}")
+            if self.batch_scope == "global" and count:
+                batch, count = share_of(batch, self.strategy)
+            yield self._step(to_device(batch, self.device), count)
+
+    def _step(self, mine: Any, count: int) -> StepReport:
+        """The step with this rank's rows, of which the first `count` count."""
+        begin = time.perf_counter()
         self._require_whole()
-        run = Microbatches(self, mine)
+        run = Microbatches(self, mine, count)
         measured = self._measure == "every" or (self._measure == "first" and self._measured_steps < 2)
         meter = MemoryMeter(self.model, self.optimizer, self._zero) if measured else None
         if measured and self.device.type != "cpu":
@@ -161,7 +173,7 @@ class Engine:
             self._scale.update(finite=not skipped)
         self.steps_done += 1
         self.skipped_steps += skipped
-        self.samples_seen += self.job.global_batch
+        self.samples_seen += run.samples
         return StepReport(
             step=self.steps_done,
             loss=loss,
@@ -179,16 +191,14 @@ class Engine:
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The loss over batches without training: all sums over the global weight.
 
-        Ranks may be handed different numbers of batches with `batch_scope="local"`: those that have run out go on
-        taking part in gathers until the last one has.
+        Ranks may be handed different numbers of batches with `batch_scope="local"`, or none.
         """
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        with self.inference(), torch.no_grad():
-            for batch, counts in evaluation_parts(batches, self.strategy, self.batch_scope, self.device):
-                outputs, targets = call_model(self.model, batch, labels=self._own_loss)
+        with self.inference():
+            for batch in evaluation_parts(batches, self.strategy, self.batch_scope):
+                outputs, targets = call_model(self.model, to_device(batch, self.device), labels=self._own_loss)
                 total, weight = call_loss(self._loss, outputs, targets)
-                if counts:
-                    totals += torch.stack([total.double(), weight])
+                totals += torch.stack([total.double(), weight])
         if world_size() > 1:
             dist.all_reduce(totals)
         if totals[1] <= 0:
@@ -201,18 +211,25 @@ class Engine:
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
-        """The model ready to be called outside of a step, in evaluation mode; all ranks enter, call and leave together.
+        """The model ready to be called outside of a step, in evaluation mode and without gradients.
 
+        All ranks enter and leave together. Between, each calls the model, or parts of it, as often as it likes
+        (`model.generate(...)`, say): under ZeRO-3 ranks that wait, or are done, help gathering what the others need.
         Calling `engine.model` without it would compute in another dtype, or leave parameters gathered.
         """
         self._require_whole()
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         self._zero.begin_evaluation()
+        reachable = True
         try:
-            yield self.model
+            with torch.no_grad():
+                yield self.model
+        except BaseException as error:
+            reachable = isinstance(error, Exception)  # interrupted, it waits for nobody
+            raise
         finally:
-            self._zero.end_evaluation()
+            self._zero.end_evaluation(help_others=reachable)
             for module, mode in modes.items():
                 module.training = mode
             self._traffic.take()
@@ -228,22 +245,7 @@ class Engine:
             CheckpointError: it cannot be written.
         """
         self._require_whole()
-        manifest = {
-            "engine": {
-                "steps_done": self.steps_done,
-                "skipped_steps": self.skipped_steps,
-                "samples_seen": self.samples_seen,
-                "loss_scale": self._scale.state(),
-                "optimizer": type(self.optimizer).__name__,
-                "groups": group_options(self.optimizer),
-                "numbers": optimizer_numbers(self.optimizer, self._zero.stored),
-                "scheduler_name": type(self.scheduler).__name__ if self.scheduler is not None else "none",
-                "scheduler": scheduler_state(self.scheduler),
-            },
-            "extra": extra or {},
-        }
-        states = model_states(self.model, self._zero.stored) | optimizer_states(self.optimizer, self._zero.stored)
-        save_checkpoint(Path(folder), states, manifest, group=self._host_group)
+        save_engine(self, Path(folder), extra or {})
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, written by any strategy on any number of ranks.
@@ -254,24 +256,7 @@ class Engine:
         Raises:
             CheckpointError: the folder is no complete checkpoint, or one of another model.
         """
-        place = Path(folder)
-        manifest, stored = shared_manifest(place, group=self._host_group)
-        engine = manifest.get("engine")
-        if not isinstance(engine, dict):
-            raise CheckpointError(f"{place} was not written by Engine.save", fix="give a checkpoint of a training run")
-        require_same_optimizer(self.optimizer, self.scheduler, engine)
-        states = new_optimizer_states(self.optimizer, self._zero.stored, stored)
-        load_checkpoint(place, model_states(self.model, self._zero.stored) | states, group=self._host_group)
-        adopt_optimizer_states(self.optimizer, self._zero.stored, states, engine["numbers"])
-        restore_group_options(self.optimizer, engine["groups"])
-        if self.scheduler is not None and engine["scheduler"] is not None:
-            self.scheduler.load_state_dict(engine["scheduler"])
-        self.steps_done, self.skipped_steps = engine["steps_done"], engine["skipped_steps"]
-        self.samples_seen = engine["samples_seen"]
-        self._scale.restore(engine.get("loss_scale", {}))
-        self._measured_steps = 0
-        extra: dict[str, Any] = manifest["extra"]
-        return extra
+        return load_engine(self, Path(folder))
 
     def bytes_at_rest(self) -> dict[str, int]:
         """Bytes this rank holds between steps, by category; each storage once."""
@@ -281,29 +266,32 @@ class Engine:
         found, share = rows(batch), self.job.global_batch // self.strategy.dp
         expected = self.job.global_batch if self.batch_scope == "global" else share
         if found != expected:
-            raise ConfigError(
-                f"the batch has {found} sequences, expected {expected}",
-                why=f"global_batch={self.job.global_batch}, dp={self.strategy.dp}, batch_scope={self.batch_scope!r}",
-                fix="make batches of that size, or change job.global_batch",
-            )
+            raise self._wrong_rows(found, f"expected {expected}")
         if self.batch_scope == "global":
             batch = split(batch, global_rank() * share, (global_rank() + 1) * share)
         return to_device(batch, self.device)
 
+    def _wrong_rows(self, found: int, expected: str) -> ConfigError:
+        return ConfigError(
+            f"the batch has {found} sequences, {expected}",
+            why=f"global_batch={self.job.global_batch}, dp={self.strategy.dp}, batch_scope={self.batch_scope!r}",
+            fix="make batches of that size, change job.global_batch, or take shorter last ones by Engine.steps",
+        )
+
     def _agree(self, run: Microbatches) -> tuple[float, float, float]:
         """The step's loss, global weight and gradient norm over all ranks, by one small all-reduce."""
         used = self._zero.used.flags
-        values = torch.zeros(4 + len(used), dtype=torch.float64, device=self.device)
-        values[0], values[1], values[3] = run.loss, run.weight, run.tokens
+        values = torch.zeros(5 + len(used), dtype=torch.float64, device=self.device)
+        values[0], values[1], values[3], values[4] = run.loss, run.weight, run.tokens, run.samples
         if self._zero.counts_norm:
             values[2] = sum_of_squares(self._zero.gradients())
-        values[4:] = used
+        values[5:] = used
         if world_size() > 1:
             self._traffic.count("statistics")
             dist.all_reduce(values)
-        self._drop_unused(values[4:])
-        loss, weight, squares, tokens = values[:4].tolist()
-        run.tokens = round(tokens)
+        self._drop_unused(values[5:])
+        loss, weight, squares, tokens, samples = values[:5].tolist()
+        run.tokens, run.samples = round(tokens), round(samples)
         if weight <= 0:
             return float("nan"), weight, float("nan")
         return loss / weight, weight, squares**0.5 / weight / self._scale.factor

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import ConfigError
-from meshwright.runtime.tensors import map_tensors
+from meshwright.runtime.tensors import map_values
 
 __all__ = ["LossFunction", "MeanLoss", "call_loss"]
 
@@ -47,7 +47,7 @@ def _nothing(outputs: Any) -> torch.Tensor:
             parts.append((tensor * 0).sum())
         return tensor
 
-    map_tensors(look, outputs)
+    map_values(look, outputs)
     return torch.stack(parts).sum() if parts else torch.zeros(())
 
 

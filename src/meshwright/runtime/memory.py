@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwright.runtime._torch import TorchDispatchMode, WeakIdKeyDictionary, storage_key
-from meshwright.runtime.tensors import map_tensors
+from meshwright.runtime.tensors import map_values
 from meshwright.runtime.zero import Zero
 
 __all__ = ["MemoryMeter", "state_storages"]
@@ -44,7 +44,7 @@ class _LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        map_tensors(self._see, result)
+        map_values(self._see, result)
         return result
 
     def _see(self, tensor: torch.Tensor) -> torch.Tensor:

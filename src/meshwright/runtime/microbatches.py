@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from meshwright.runtime.additive import require_additive
 from meshwright.runtime.batch import call_model, count_tokens, split
 from meshwright.runtime.loss import call_loss
 from meshwright.runtime.memory import MemoryMeter
@@ -19,15 +20,22 @@ __all__ = ["Microbatches"]
 
 
 class Microbatches:
-    """The engine's model as a playable stage over one step's microbatches."""
+    """The engine's model as a playable stage over one step's microbatches.
 
-    def __init__(self, engine: Engine, batch: Any) -> None:
+    Args:
+        engine: whose step it is.
+        batch: this rank's rows.
+        count: how many of them count, from the first on; a microbatch without any runs on others' rows with weight 0.
+    """
+
+    def __init__(self, engine: Engine, batch: Any, count: int) -> None:
         self._engine = engine
         self._batch = batch
+        self.samples = count
         self._pending: dict[int, torch.Tensor] = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.device)
         self.weight = torch.zeros((), dtype=torch.float64, device=engine.device)
-        self.tokens = count_tokens(batch)
+        self.tokens = count_tokens(split(batch, 0, count)) if count else 0
         self.meter: MemoryMeter | None = None
 
     def forward(self, microbatch: int, *, release: bool) -> None:
@@ -35,18 +43,24 @@ class Microbatches:
         engine, size = self._engine, self._engine.strategy.microbatch
         engine._zero.before_forward(release=release)
         engine._dropout.start(engine.steps_done, global_rank() * engine.microbatches + microbatch)
-        part = split(self._batch, microbatch * size, (microbatch + 1) * size)
+        start, stop = microbatch * size, min((microbatch + 1) * size, self.samples)
+        part = split(self._batch, start, stop) if start < stop else split(self._batch, 0, 1)
         outputs, targets = call_model(engine.model, part, labels=engine._own_loss)
+        if not engine._loss_tried and not engine._own_loss:
+            require_additive(engine._loss, outputs, targets)
+            engine._loss_tried = True
         total, weight = call_loss(engine._loss, outputs, targets)
-        self.loss += total.detach().double()
-        self.weight += weight
-        self._pending[microbatch] = total
+        if start < stop:
+            self.loss += total.detach().double()
+            self.weight += weight
+        self._pending[microbatch] = total if start < stop else total * 0.0
         if self.meter is not None:
             self.meter.note()
 
     def backward(self, microbatch: int, *, reduce: bool, release: bool, last: bool) -> None:
         """Run its backward: gradients of the sum, divided by the global weight once it is known."""
         self._engine._zero.before_backward(reduce=reduce, release=release, last=last)
+        self._engine._zero.used.counting = microbatch * self._engine.strategy.microbatch < self.samples
         total, loss_scale = self._pending.pop(microbatch), self._engine._scale
         if not loss_scale.started:  # all ranks are at their first backward
             most = self.weight.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,8 +39,14 @@ class ModelLoss(MeanLoss):
         """Learn from a model which of its labels count.
 
         Raises:
-            ConfigError: it does not tell, and no `weight` was given.
+            ConfigError: it does not tell, and no `weight` was given; or its loss compares rows with each other.
         """
+        if "return_loss" in inspect.signature(model.forward).parameters:  # Hugging Face's mark of contrastive losses
+            raise ConfigError(
+                f"ModelLoss for a {type(model).__name__}",
+                why="its own loss compares the rows of a batch with each other, so it would depend on the microbatch",
+                fix="give a loss function of outputs and targets that is a sum over rows",
+            )
         if not self._counts:
             return
         config = getattr(model, "config", None)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.runtime.tensors import map_tensors
+from meshwright.runtime.tensors import map_values
 from meshwright.runtime.units import Owner, Unit
 
 __all__ = ["ComputeCopies", "cast_inputs"]
@@ -26,7 +26,7 @@ def cast_inputs(modules: Sequence[nn.Module], dtype: torch.dtype) -> list[Remova
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return map_tensors(cast, args), map_tensors(cast, kwargs)
+        return map_values(cast, args), map_values(cast, kwargs)
 
     return [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
 

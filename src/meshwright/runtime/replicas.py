@@ -19,7 +19,10 @@ __all__ = ["Bucket", "Replicas"]
 
 
 class Bucket:
-    """The gradients of one unit in one flat tensor; each stored parameter's `.grad` is a view of it."""
+    """The gradients of one unit in one flat tensor; each stored parameter's `.grad` is a view of it.
+
+    They are summed over microbatches as they are stored, and over ranks in `reduce_dtype`.
+    """
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -28,6 +31,7 @@ class Bucket:
         first = next(iter(self.parameters.values()), None)
         size = sum(p.numel() for p in self.parameters.values())
         self.flat = torch.zeros(size, dtype=first.dtype, device=first.device) if first is not None else torch.zeros(0)
+        self.wire = self.flat
         offset = 0
         for parameter in self.parameters.values():
             parameter.grad = self.flat[offset : offset + parameter.numel()].view_as(parameter)
@@ -38,20 +42,36 @@ class Bucket:
         self.ready += 1
         return self.ready == len(self.parameters)
 
-    def launch(self, traffic: Traffic) -> None:
+    def launch(self, traffic: Traffic, reduce_dtype: torch.dtype) -> None:
         """Start the all-reduce."""
         traffic.count("all_reduce")
-        self.work = dist.all_reduce(self.flat, async_op=True)
+        self.wire = self.flat.to(reduce_dtype)  # itself, where that is how it is stored
+        self.work = dist.all_reduce(self.wire, async_op=True)
+
+    def finish(self) -> None:
+        """Wait for the all-reduce, if it was started."""
+        if self.work is not None:
+            self.work.wait()
+            if self.wire is not self.flat:
+                self.flat.copy_(self.wire)
+            self.work, self.wire = None, self.flat
 
 
 class Replicas(Zero):
     """Own bucket reducer. All ranks launch the buckets in the same fixed order, whatever each rank's backward does."""
 
     def __init__(
-        self, units: Sequence[Unit], *, compute_dtype: torch.dtype, stored_dtype: torch.dtype, traffic: Traffic
+        self,
+        units: Sequence[Unit],
+        *,
+        compute_dtype: torch.dtype,
+        stored_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        traffic: Traffic,
     ) -> None:
         super().__init__(units)
         self._traffic = traffic
+        self._reduce_dtype, self._narrow = reduce_dtype, reduce_dtype != stored_dtype
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self.find_stored()
         self._copies = ComputeCopies(units, compute_dtype) if compute_dtype != stored_dtype else None
@@ -87,9 +107,7 @@ class Replicas(Zero):
         if self._reducing:
             self._launch_ready(all_of_them=True)
             for bucket in self._buckets:
-                if bucket.work is not None:
-                    bucket.work.wait()
-                    bucket.work = None
+                bucket.finish()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: p.grad for bucket in self._buckets for name, p in bucket.parameters.items() if p.grad is not None}
@@ -103,7 +121,7 @@ class Replicas(Zero):
         if self._copies is not None:
             self._context.enter_context(self._copies)
 
-    def end_evaluation(self) -> None:
+    def end_evaluation(self, *, help_others: bool) -> None:
         self._context.close()
 
     def gathered_storages(self) -> list[torch.UntypedStorage]:
@@ -111,7 +129,8 @@ class Replicas(Zero):
         return [copy.untyped_storage() for copy in copies]
 
     def gradient_storages(self) -> list[torch.UntypedStorage]:
-        return [bucket.flat.untyped_storage() for bucket in self._buckets]
+        flat = [bucket.flat.untyped_storage() for bucket in self._buckets]
+        return flat + [bucket.wire.untyped_storage() for bucket in self._buckets if bucket.work is not None]
 
     def _watch(self, computed: dict[str, nn.Parameter]) -> None:
         """Hear of every gradient of the parameters that are computed with."""
@@ -142,5 +161,9 @@ class Replicas(Zero):
             if not all_of_them and bucket.ready < len(bucket.parameters):
                 return
             if bucket.parameters:
-                bucket.launch(self._traffic)
+                if self._narrow:  # one copy to send at a time
+                    for earlier in self._buckets[: self._launched]:
+                        earlier.finish()
+                bucket.launch(self._traffic, self._reduce_dtype)
+                self._note()
             self._launched += 1

@@ -7,14 +7,24 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright.runtime._torch import gathered_storages, unsharded_gradient_storages, use_explicit_gathers
+from meshwright.errors import ConfigError
+from meshwright.runtime._torch import (
+    gathered_storages,
+    make_root,
+    mark_managed,
+    unsharded_gradient_storages,
+    use_explicit_gathers,
+)
 from meshwright.runtime.collectives import CountedAllGather, CountedReduceScatter, Traffic
-from meshwright.runtime.tensors import map_tensors
+from meshwright.runtime.same_order import SameOrder
+from meshwright.runtime.tensors import hidden_gradients, map_values
+from meshwright.runtime.turns import Turns
 from meshwright.runtime.units import Unit
 from meshwright.runtime.zero import Zero
 from meshwright.spec import shard_dim
@@ -41,6 +51,7 @@ class Shards(Zero):
         stored_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         traffic: Traffic,
+        host: dist.ProcessGroup | None,
     ) -> None:
         super().__init__(units)
         self._traffic = traffic
@@ -60,7 +71,7 @@ class Shards(Zero):
         }
         nested = [unit for unit in units if unit.modules != (model,)]
         for module in {model, *(module for unit in nested for module in unit.modules)}:
-            module.register_forward_hook(_without_views)
+            module.register_forward_hook(_seen_by_autograd)
         for unit in nested:
             fully_shard(list(unit.modules) if len(unit.modules) > 1 else unit.modules[0], **options)  # type: ignore[call-overload]
         fully_shard(model, **options)  # type: ignore[call-overload]
@@ -75,7 +86,10 @@ class Shards(Zero):
                 module.set_all_reduce_hook(lambda _: traffic.count("all_reduce"))
         self._fsdp.set_reduce_scatter_unused_params(True)
         use_explicit_gathers(self._fsdp)
-        self._plan_prefetch([unit.modules[0] for unit in nested], prefetch)
+        self._order, self._prefetch = [unit.modules[0] for unit in nested], prefetch
+        self._plan_prefetch(prefetch)
+        self._turns, self._order_watch = Turns(nested, host), SameOrder(model, nested, host)
+        self._stepped = False
         self._seen: set[int] = set()
         self._arrived: dict[str, int] = {}
         for unit in units:
@@ -93,6 +107,8 @@ class Shards(Zero):
 
     def begin_step(self) -> None:
         self.used.clear()
+        if not self._stepped:
+            self._order_watch.begin()
         self._traffic.buffer_moment = self.moment
 
     def before_forward(self, *, release: bool) -> None:
@@ -109,6 +125,8 @@ class Shards(Zero):
 
     def finish_reduces(self) -> None:
         """Backward has waited for its reduces."""
+        self._stepped = True
+        self._order_watch.end()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         found = {}
@@ -118,11 +136,23 @@ class Shards(Zero):
         return found
 
     def begin_evaluation(self) -> None:
+        self._plan_prefetch(0)
         self.before_forward(release=self._zero == 3)
+        make_root(self._fsdp)
+        mark_managed(self._root, False)
+        for module in self._sharded if self._zero < 3 else [self._fsdp]:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+        if self._zero == 3:
+            self._turns.begin()
 
-    def end_evaluation(self) -> None:
+    def end_evaluation(self, *, help_others: bool) -> None:
+        if self._zero == 3:
+            self._turns.end(help_others=help_others)
         for module in self._sharded:
             module.reshard()
+        mark_managed(self._root, True)
+        self._plan_prefetch(self._prefetch)
 
     def gathered_storages(self) -> list[torch.UntypedStorage]:
         return [*gathered_storages(self._root), *self._traffic.gather_buffers.keys()]
@@ -132,8 +162,9 @@ class Shards(Zero):
         in_flight = (buffer.untyped_storage() for buffer in self._traffic.reduce_buffers)
         return list(chain(reduced, unsharded_gradient_storages(self._root), in_flight))
 
-    def _plan_prefetch(self, order: list[nn.Module], prefetch: int) -> None:
+    def _plan_prefetch(self, prefetch: int) -> None:
         """Which units each unit gathers ahead, in both directions; a list with the unit itself means none."""
+        order = self._order
         for index, module in enumerate(order):
             ahead = order[index + 1 : index + 1 + prefetch]
             behind = order[max(0, index - prefetch) : index][::-1]
@@ -161,17 +192,29 @@ class Shards(Zero):
             self._note()
 
 
-def _without_views(module: nn.Module, args: object, output: Any) -> Any:
-    """Copy outputs that are views: an in-place operation on one would lose FSDP2's hooks, and with them gradients."""
+def _seen_by_autograd(module: nn.Module, args: object, output: Any) -> Any:
+    """Let FSDP2's hooks reach every output: without them a unit is not gathered for its backward.
+
+    Views are copied, since an in-place operation on one would lose the hook.
+
+    Raises:
+        ConfigError: there are outputs inside an object that FSDP2 does not look into.
+    """
     if not torch.is_grad_enabled():
         return output
+    if hidden := hidden_gradients(output):
+        raise ConfigError(
+            f"a {type(module).__name__} returns tensors inside a {hidden[0]}",
+            why="sharded units hook the tensors of their outputs, and find those in tuples, lists, dicts, dataclasses",
+            fix="return one of these from it, or use zero=0",
+        )
     views: list[bool] = []
 
     def look(tensor: torch.Tensor) -> torch.Tensor:
         views.append(tensor.requires_grad and tensor._base is not None)
         return tensor.clone() if views[-1] else tensor
 
-    copied = map_tensors(look, output)
+    copied = map_values(look, output)
     return copied if any(views) else output
 
 

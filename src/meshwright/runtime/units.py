@@ -103,8 +103,8 @@ def make_units(
 ) -> list[Unit]:
     """Cut a model into the root unit and groups of `unit_blocks` consecutive blocks.
 
-    Blocks that share a parameter become one unit; a block that shares one with the rest of the model joins the root
-    unit (a tied weight must be gathered and reduced once). Units without parameters are left out.
+    Blocks that share a parameter, or a module with one, become one unit; a block that shares one with the rest of the
+    model joins the root unit (a tied weight must be gathered and reduced once). Units without parameters are left out.
 
     Raises:
         ConfigError: the model has no parameters.
@@ -115,10 +115,10 @@ def make_units(
             "the model has no parameters", why="there is nothing to train", fix="give a model with parameters"
         )
     listed = list(find_blocks(model) if blocks is None else blocks)
-    group_of: dict[int, int] = {}
+    groups_of: dict[int, set[int]] = {id(module): {0} for module in _outside(model, [block for _, block in listed])}
     for index, (_, block) in enumerate(listed):
         for module in block.modules():
-            group_of.setdefault(id(module), 1 + index // unit_blocks)
+            groups_of.setdefault(id(module), set()).add(1 + index // unit_blocks)
     parent = list(range(1 + -(-len(listed) // unit_blocks)))
 
     def find(group: int) -> int:
@@ -127,7 +127,7 @@ def make_units(
         return group
 
     for where in places.values():
-        groups = {find(group_of.get(id(owner.module), 0)) for owner in where}
+        groups = {find(group) for owner in where for group in groups_of[id(owner.module)]}
         lowest = min(groups)
         for group in groups:
             parent[group] = lowest
@@ -136,12 +136,24 @@ def make_units(
         members.setdefault(find(1 + index // unit_blocks), []).append(entry)
     parameters: dict[int, dict[str, tuple[Owner, ...]]] = {}
     for name, where in places.items():
-        parameters.setdefault(find(group_of.get(id(where[0].module), 0)), {})[name] = where
+        parameters.setdefault(find(min(groups_of[id(where[0].module)])), {})[name] = where
     units = [Unit("root", (model,), parameters[0])] if 0 in parameters else []
     for group, entries in sorted(members.items()):
         if group and group in parameters:
             units.append(Unit(_span([name for name, _ in entries]), tuple(m for _, m in entries), parameters[group]))
     return units
+
+
+def _outside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that are reached without going through a block."""
+    found: dict[int, nn.Module] = {}
+    stops, left = {id(block) for block in blocks}, [model]
+    while left:
+        module = left.pop()
+        if id(module) not in found and id(module) not in stops:
+            found[id(module)] = module
+            left.extend(module.children())
+    return list(found.values())
 
 
 def _span(names: list[str]) -> str:

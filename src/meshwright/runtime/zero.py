@@ -26,6 +26,8 @@ class Used:
         self._index = {name: i for i, name in enumerate(self.names)}
         self.flags = torch.zeros(len(self.names), dtype=torch.float64)
         self._arrived: set[int] = set()
+        #: Whether the microbatch that runs backward counts: one without rows uses no parameter.
+        self.counting = True
 
     def mark(self, name: str) -> None:
         """The parameter has received its gradient of the microbatch that runs backward.
@@ -34,7 +36,8 @@ class Used:
             ConfigError: it has received one in this backward already.
         """
         index = self._index[name]
-        self.flags[index] = 1.0
+        if self.counting:
+            self.flags[index] = 1.0
         if index in self._arrived:
             raise ConfigError(
                 f"parameter {name} received its gradient twice in one backward pass",
@@ -104,11 +107,11 @@ class Zero(ABC):
 
     @abstractmethod
     def begin_evaluation(self) -> None:
-        """Before forward passes without backward."""
+        """Before forward passes without backward, in any number on each rank; all ranks together."""
 
     @abstractmethod
-    def end_evaluation(self) -> None:
-        """After them: nothing stays gathered."""
+    def end_evaluation(self, *, help_others: bool) -> None:
+        """After them: nothing stays gathered. `help_others`: return when all ranks are, gathering what they need."""
 
     def find_stored(self) -> None:
         """Look up the stored parameters (by global name, in the order of `used.names`) while nothing is gathered."""

@@ -68,9 +68,14 @@ NOT_EXECUTABLE: tuple[Limit, ...] = (
         fix="keep param_dtype=float32 and set compute_dtype=bfloat16",
     ),
     Limit(
-        applies=lambda s, j: j.reduce_dtype != j.param_dtype,
+        applies=lambda s, j: j.reduce_dtype not in (j.param_dtype, "bfloat16"),
         what=lambda s, j: f"reduce_dtype={j.reduce_dtype} with param_dtype={j.param_dtype}",
-        fix="set reduce_dtype to the dtype of the stored parameters",
+        fix="set reduce_dtype to the dtype of the stored parameters, or to bfloat16",
+    ),
+    Limit(
+        applies=lambda s, j: j.reduce_dtype != j.param_dtype and _sums_in_reduce_dtype(s, j),
+        what=lambda s, j: f"reduce_dtype={j.reduce_dtype} with zero={s.zero} and several microbatches",
+        fix="set reduce_dtype=float32, or zero=2 without replicas: microbatches are then summed in float32",
     ),
     Limit(
         applies=lambda s, j: j.stack != "eager",
@@ -78,6 +83,13 @@ NOT_EXECUTABLE: tuple[Limit, ...] = (
         fix="set stack=eager",
     ),
 )
+
+
+def _sums_in_reduce_dtype(strategy: Strategy, job: Job) -> bool:
+    """Whether gradients of several microbatches would be summed in the dtype they are sent in: rounding would grow."""
+    if strategy.zero == 0 or strategy.shard == 1 or job.global_batch == strategy.dp * strategy.microbatch:
+        return False
+    return strategy.zero == 1 or strategy.replicas > 1
 
 
 def unsupported(strategy: Strategy, job: Job) -> Limit | None:

@@ -1,0 +1,76 @@
+"""An engine as a checkpoint: its weights, optimizer states, counters and learning rates, and an engine from one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import CheckpointError
+from meshwright.runtime.checkpoint import load_checkpoint, save_checkpoint, shared_manifest
+from meshwright.runtime.state import (
+    adopt_optimizer_states,
+    group_options,
+    model_states,
+    new_optimizer_states,
+    optimizer_numbers,
+    optimizer_states,
+    require_same_optimizer,
+    restore_group_options,
+    scheduler_state,
+)
+
+if TYPE_CHECKING:
+    from meshwright.runtime.engine import Engine
+
+__all__ = ["load_engine", "save_engine"]
+
+
+def save_engine(engine: Engine, folder: Path, extra: dict[str, Any]) -> None:
+    """Write an engine's checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    stored = engine._zero.stored
+    manifest = {
+        "engine": {
+            "steps_done": engine.steps_done,
+            "skipped_steps": engine.skipped_steps,
+            "samples_seen": engine.samples_seen,
+            "loss_scale": engine._scale.state(),
+            "optimizer": type(engine.optimizer).__name__,
+            "groups": group_options(engine.optimizer),
+            "numbers": optimizer_numbers(engine.optimizer, stored),
+            "scheduler_name": type(engine.scheduler).__name__ if engine.scheduler is not None else "none",
+            "scheduler": scheduler_state(engine.scheduler),
+        },
+        "extra": extra,
+    }
+    states = model_states(engine.model, stored) | optimizer_states(engine.optimizer, stored)
+    save_checkpoint(folder, states, manifest, group=engine._host_group)
+
+
+def load_engine(engine: Engine, folder: Path) -> dict[str, Any]:
+    """Let an engine go on from a checkpoint; what the saver gave as `extra`.
+
+    Raises:
+        CheckpointError: the folder is no complete checkpoint, or one of another model.
+    """
+    stored = engine._zero.stored
+    manifest, found = shared_manifest(folder, group=engine._host_group)
+    saved = manifest.get("engine")
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{folder} was not written by Engine.save", fix="give a checkpoint of a training run")
+    require_same_optimizer(engine.optimizer, engine.scheduler, saved)
+    states = new_optimizer_states(engine.optimizer, stored, found)
+    load_checkpoint(folder, model_states(engine.model, stored) | states, group=engine._host_group)
+    adopt_optimizer_states(engine.optimizer, stored, states, saved["numbers"])
+    restore_group_options(engine.optimizer, saved["groups"])
+    if engine.scheduler is not None and saved["scheduler"] is not None:
+        engine.scheduler.load_state_dict(saved["scheduler"])
+    engine.steps_done, engine.skipped_steps = saved["steps_done"], saved["skipped_steps"]
+    engine.samples_seen = saved["samples_seen"]
+    engine._scale.restore(saved.get("loss_scale", {}))
+    engine._measured_steps = 0
+    extra: dict[str, Any] = manifest["extra"]
+    return extra
