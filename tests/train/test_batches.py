@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import random
@@ -529,15 +530,17 @@ def test_numbers_of_batches() -> None:
             assert max(wanted) == math.ceil(size / GLOBAL)
 
 
-SAMPLES = 50
 FLOAT64 = {"param_dtype": "float64", "compute_dtype": "float64", "reduce_dtype": "float64"}
 
 
-def trained(folder: Path, steps: int, zero: int) -> list[float]:
-    """Losses of at most `steps` steps on the samples that were not seen yet, from the checkpoint if there is one."""
-    ranks = torch.distributed.get_world_size()
+def trained(folder: Path, steps: int, zero: int, size: int, sharded: bool = False) -> tuple[list[float], int, float]:
+    """Losses of at most `steps` steps on samples that were not seen yet, their number, and a loss over all of them.
+
+    It goes on from the checkpoint if there is one, and leaves one otherwise.
+    """
+    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     torch.manual_seed(0)
-    data = [(torch.randn(3, dtype=torch.float64), torch.randn(2, dtype=torch.float64)) for _ in range(SAMPLES)]
+    data = [(torch.randn(3, dtype=torch.float64), torch.randn(2, dtype=torch.float64)) for _ in range(size)]
     work, strategy = Job(global_batch=GLOBAL, seed=3, **FLOAT64), Strategy(dp=ranks, zero=zero, microbatch=2)  # type: ignore[arg-type]
     engine = Engine(
         torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2)).double(),
@@ -550,17 +553,49 @@ def trained(folder: Path, steps: int, zero: int) -> list[float]:
     )
     if folder.exists():
         engine.load(folder)
-    batches = Batches(data, work, strategy, epochs=2, start=engine.samples_seen, last="drop")
-    losses = [engine.step(batch).loss for batch, _ in zip(batches, range(steps), strict=False)]
+    mine = iter(data[: 5 + 9 * rank]) if sharded else data
+    batches = Batches(mine, work, strategy, epochs=1 if sharded else 2, start=engine.samples_seen, sharded=sharded)
+    losses = [report.loss for report in engine.steps(itertools.islice(batches, steps))]
     if not folder.exists():
         engine.save(folder)
-    return losses
+    return losses, engine.samples_seen, engine.evaluate(Batches(data, work, strategy, shuffle=False))
 
 
 def test_training_goes_on_with_the_samples_that_are_left(tmp_path: Path) -> None:
     """Whole, or stopped in the first epoch and gone on with other ranks and ZeRO, losses are the same."""
-    whole = run_ranks(1, trained, tmp_path / "whole", 99, 0)[0]
-    assert len(whole) == 2 * SAMPLES // GLOBAL
-    first = run_ranks(2, trained, tmp_path / "half", 3, 3)[0]
-    second = run_ranks(3, trained, tmp_path / "half", 99, 2)[0]
-    assert first + second == pytest.approx(whole, rel=1e-12)
+    whole, seen, final = run_ranks(1, trained, tmp_path / "whole", 99, 0, 53)[0]
+    assert (len(whole), seen) == (9, 106)
+    first, _, _ = run_ranks(2, trained, tmp_path / "half", 3, 3, 53)[0]
+    for second, total, last in run_ranks(3, trained, tmp_path / "half", 99, 2, 53):
+        assert first + second == pytest.approx(whole, rel=1e-12)
+        assert total == seen
+        assert last == pytest.approx(final, rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [6, 7, 41])
+def test_a_short_end_is_a_step_of_its_own(tmp_path: Path, size: int) -> None:
+    """Ranks that have fewer rows of it, or none, change nothing."""
+    whole, seen, final = run_ranks(1, trained, tmp_path / "1", 99, 0, 2 * size)[0]
+    assert (len(whole), seen) == (math.ceil(4 * size / GLOBAL), 4 * size)
+    for losses, total, last in run_ranks(3, trained, tmp_path / "3", 99, 3, 2 * size):
+        assert losses == pytest.approx(whole, rel=1e-12)
+        assert total == seen
+        assert last == pytest.approx(final, rel=1e-12)
+
+
+def test_streams_of_their_own_run_out_at_different_times(tmp_path: Path) -> None:
+    found = run_ranks(3, trained, tmp_path / "own", 99, 3, 24, True)
+    assert found[0] == found[1] == found[2]
+    losses, seen, _ = found[0]
+    assert (len(losses), seen) == (6, 5 + 14 + 23)
+
+
+def rows_by_another_sampler() -> None:
+    rank = torch.distributed.get_rank()
+    loader = DataLoader(Numbers(40), sampler=range(rank, 40 - 2 + rank))
+    Batches(loader, job(), Strategy(dp=2))
+
+
+def test_ranks_with_another_order_are_told() -> None:
+    with pytest.raises(RankError, match="rank 0 and rank 1 have different order of the sampler"):
+        run_ranks(2, rows_by_another_sampler)

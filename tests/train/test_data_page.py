@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshwright import Batches, Engine, Job, Packing, Strategy
+from meshwright import Batches, Job, Packing, Strategy
 from tests.harness.hugging_face import make_model
 from tests.harness.ranks import run_ranks
 
@@ -27,8 +27,6 @@ def run_page(folder: Path, codes: list[str]) -> tuple[list[float], list[int]]:
     os.chdir(folder)
     samples = [{"input_ids": list(range(3, 4 + (5 * number) % 9))} for number in range(24)]
     loop, packing = codes
-    if not hasattr(Engine, "steps"):
-        loop = loop.replace("engine.steps(batches)", "map(engine.step, batches)")
     longer = loop.replace("epochs=3", "epochs=5").replace('save("checkpoint")', 'save("second")')
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):

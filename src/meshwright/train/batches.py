@@ -108,8 +108,10 @@ class Batches:
         self._collate = collate or loader.collate or (self.data.collate if own else stack)
         place = _rank_of(strategy) if rank is None else _require_rank(rank, strategy)
         self._rows = Rows(start, job.global_batch, place * share, share, last == "short")
+        self._draws = self.seed
         if sharded:
             self._rows = Rows(_own_start(start, strategy.dp), share, 0, share, last == "short")
+            self._draws = seed_for(self.seed, "shard", place)  # else ranks' n-th samples would draw the same
         self._order: Callable[[int], int] | None = None
         self._total: int | None = None
         if self._by_number:
@@ -126,10 +128,10 @@ class Batches:
         options["generator"] = torch.Generator().manual_seed(seed_for(self.seed, "workers"))
         loader: DataLoader[Any]
         if self._by_number:
-            samples = ByNumber(self.data, self._collate, self.seed)
+            samples = ByNumber(self.data, self._collate, self._draws)
             loader = DataLoader(samples, sampler=_Picked(self._picked), **options)
         else:
-            stream = Stream(self.data, self._collate, self.seed, self._rows, self._epochs)
+            stream = Stream(self.data, self._collate, self._draws, self._rows, self._epochs)
             loader = DataLoader(stream, **options)
         return _read(loader)
 
