@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from meshwright.measure import describe_module, trace
     from meshwright.runtime import Engine, MeanLoss, ModelLoss, StepReport
     from meshwright.spec import Cluster, Job, ModelSpec, OptimizerSpec, Plan, Strategy
+    from meshwright.train.batches import Batches
+    from meshwright.train.collate import Padding, pad, prompt_mask
+    from meshwright.train.packing import Packing
 
 __all__ = [
+    "Batches",
     "CheckpointError",
     "Cluster",
     "ConfigError",
@@ -38,6 +42,8 @@ __all__ = [
     "ModelLoss",
     "ModelSpec",
     "OptimizerSpec",
+    "Packing",
+    "Padding",
     "Plan",
     "PlanError",
     "RankFailure",
@@ -46,11 +52,14 @@ __all__ = [
     "UnsupportedCombination",
     "__version__",
     "describe_module",
+    "pad",
     "plan",
+    "prompt_mask",
     "trace",
 ]
 
 _HOME = {
+    "Batches": "meshwright.train.batches",
     "CheckpointError": "meshwright.errors",
     "Cluster": "meshwright.spec",
     "ConfigError": "meshwright.errors",
@@ -63,6 +72,8 @@ _HOME = {
     "ModelLoss": "meshwright.runtime",
     "ModelSpec": "meshwright.spec",
     "OptimizerSpec": "meshwright.spec",
+    "Packing": "meshwright.train.packing",
+    "Padding": "meshwright.train.collate",
     "Plan": "meshwright.spec",
     "PlanError": "meshwright.errors",
     "RankFailure": "meshwright.errors",
@@ -70,7 +81,9 @@ _HOME = {
     "Strategy": "meshwright.spec",
     "UnsupportedCombination": "meshwright.errors",
     "describe_module": "meshwright.measure",
+    "pad": "meshwright.train.collate",
     "plan": "meshwright.api",
+    "prompt_mask": "meshwright.train.collate",
     "trace": "meshwright.measure",
 }
 

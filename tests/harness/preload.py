@@ -17,6 +17,7 @@ for name in (
     "transformers.models.llama.modeling_llama",
     "meshwright.models",
     "meshwright.runtime",
+    "meshwright.train.batches",
     "tests.harness.cases",
 ):
     with contextlib.suppress(ImportError):

@@ -98,8 +98,31 @@ def test_repeated_and_grouped_attention_agree(monkeypatch: pytest.MonkeyPatch) -
     model = scrambled(small()).double()
     ids = ids_for(model.config)
     grouped = model(ids)
-    monkeypatch.setattr(decoder, "_kernel_groups", lambda q: False)
+    monkeypatch.setattr(decoder, "_kernel_groups", lambda q, mask: False)
     assert off(model(ids), grouped) <= 1e-14
+
+
+@pytest.mark.usefixtures("wide_llama_norms")
+def test_masks_and_positions_equal_hugging_face() -> None:
+    """Padding on either side, and documents in one row: the logits that count are Hugging Face's."""
+    ours = scrambled(small()).double()
+    theirs = hugging_face(ours)
+    ids = ids_for(ours.config)
+    kept = torch.arange(ids.size(1))[None] < torch.tensor([19, 4, 11])[:, None]
+    documents = torch.arange(ids.size(1)) // 7
+    block = (documents[:, None] == documents).tril().expand(len(ids), 1, -1, -1)
+    for mask, positions in (
+        (kept, None),
+        (kept.flip(1), (kept.flip(1).cumsum(1) - 1).clamp(min=0)),
+        (block, (torch.arange(ids.size(1)) % 7).expand_as(ids)),
+        (torch.zeros(block.shape, dtype=torch.float64).masked_fill(~block, float("-inf")), None),
+    ):
+        counts = mask if mask.dim() == 2 else torch.ones_like(kept)
+        wanted = theirs(ids, attention_mask=mask, position_ids=positions).logits[counts]
+        assert off(ours(ids, attention_mask=mask, position_ids=positions)[counts], wanted) <= 1e-12
+        assert off(ours(ids)[counts], wanted) > 1e-3 or positions is None
+    whole = torch.arange(ids.size(1)).expand_as(ids)
+    assert off(ours(ids, torch.ones_like(ids), whole), ours(ids)) <= 1e-13
 
 
 def test_a_token_sees_only_earlier_ones() -> None:

@@ -140,16 +140,22 @@ class RotaryEmbedding(nn.Module):
         self.inv_freq = kept.to(self.inv_freq.device)
         return self
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, H] -> cosines [S, D] and sines [S, D] of positions 0..S-1, in x's dtype and on its device."""
-        positions = torch.arange(x.size(1), dtype=torch.float32, device=x.device)
-        angles = positions[:, None] * self.inv_freq.to(x.device)
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[B, S, H] -> cosines [S, D] and sines [S, D] of positions 0..S-1, in x's dtype and on its device.
+
+        With position_ids [B, S] they are those of these positions, [B, 1, S, D].
+        """
+        if position_ids is None:
+            positions = torch.arange(x.size(1), dtype=torch.float32, device=x.device)
+        else:
+            positions = position_ids[:, None].float()
+        angles = positions[..., None] * self.inv_freq.to(x.device)
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns channel pairs (i, i + D/2) of x [B, N, S, D] by their angles [S, D]; Llama's pairing, not interleaved."""
+    """Turns channel pairs (i, i + D/2) of x [B, N, S, D] by their angles ([S, D] or [B, 1, S, D]); Llama's pairing."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -172,26 +178,38 @@ class Attention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], x.size(-1) // self.head_size, self.head_size).transpose(1, 2)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         q = _rotate(self._heads(self.q_proj(x)), cos, sin)
         k = _rotate(self._heads(self.k_proj(x)), cos, sin)
         v = self._heads(self.v_proj(x))
         grouped = q.size(1) != k.size(1)
-        if grouped and not _kernel_groups(q):
+        if grouped and not _kernel_groups(q, mask):
             k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
             grouped = False
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
 
-def _kernel_groups(q: Tensor) -> bool:
+def _kernel_groups(q: Tensor, mask: Tensor | None = None) -> bool:
     """Whether a fused attention kernel takes fewer key/value than query heads, which saves their repeated copies.
 
-    On CUDA only the flash kernel does (half precision, D <= 256). Asking it of the others falls back to a kernel that
-    stores all S x S scores, which costs far more than the copies. The CPU kernel does for every dtype.
+    On CUDA only the flash kernel does (half precision, D <= 256, no mask). Asking it of the others falls back to a
+    kernel that stores all S x S scores, which costs far more than the copies. The CPU kernel does for every dtype.
     """
-    return not q.is_cuda or (q.dtype in (torch.bfloat16, torch.float16) and q.size(-1) <= 256)
+    return not q.is_cuda or (mask is None and q.dtype in (torch.bfloat16, torch.float16) and q.size(-1) <= 256)
+
+
+def _causal(mask: Tensor | None, size: int) -> Tensor | None:
+    """An attention mask as attention takes it: [B, 1, S, S] as it is, the tokens to see [B, S] made causal.
+
+    A token always sees itself: one that sees none, padding on the left, would have no attention weights at all.
+    """
+    if mask is None or mask.dim() == 4:
+        return mask
+    earlier = torch.ones(size, size, dtype=torch.bool, device=mask.device).tril()
+    own = torch.eye(size, dtype=torch.bool, device=mask.device)
+    return (mask[:, None, None, :].bool() & earlier) | own
 
 
 class MLP(nn.Module):
@@ -209,7 +227,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One block: attention and MLP, each on the normed residual stream. (x [B, S, H], cos, sin) -> [B, S, H]."""
+    """One block: attention and MLP, each on the normed residual stream. (x [B, S, H], cos, sin, mask) -> [B, S, H]."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -218,8 +236,8 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -234,11 +252,14 @@ class DecoderBody(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config.head_size, config.rope_theta)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         x: Tensor = self.embed_tokens(input_ids)
-        cos, sin = self.rotary_emb(x)
+        cos, sin = self.rotary_emb(x, position_ids)
+        mask = _causal(attention_mask, x.size(1))
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         out: Tensor = self.norm(x)
         return out
 
@@ -269,8 +290,13 @@ class Decoder(nn.Module):
         elif isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Token ids [B, S] int64 -> logits [B, S, V] of each next token, in the parameters' dtype.
+
+        attention_mask: [B, S], 0 for padding; or [B, 1, S, S], boolean (true: sees) or added to the scores, which then
+        says all, that no token sees later ones too. position_ids [B, S]: 0..S-1 by default.
 
         Raises ValueError when input_ids is not two-dimensional or S exceeds max_position_embeddings.
         """
@@ -285,7 +311,7 @@ class Decoder(nn.Module):
                 f"{self.config.max_position_embeddings}. Positions beyond it were never trained. "
                 "Shorten the sequence, or build the model with a larger max_position_embeddings."
             )
-        logits: Tensor = self.lm_head(self.model(input_ids))
+        logits: Tensor = self.lm_head(self.model(input_ids, attention_mask, position_ids))
         return logits
 
 
