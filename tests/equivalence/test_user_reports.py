@@ -303,7 +303,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-@pytest.mark.parametrize("zero", (0, 3))
+@pytest.mark.parametrize("zero", [0, 3])
 def test_B8_the_loss_does_not_depend_on_how_many_ranks_share_the_batch(zero: int) -> None:
     """The same batch on 1, 2 and 3 ranks has one loss."""
     cases = [Case(world=world, zero=zero, accumulation=6 // world) for world in (1, 2, 3)]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.measure.values import find_tensors, map_values
 from meshwright.models import Decoder, DecoderConfig
 from meshwright.runtime.recompute import _keep
+from meshwright.runtime.tensors import find_tensors, map_values
 from meshwright.runtime.units import find_blocks
 from tests.harness.models import MLP
 

@@ -12,9 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.measure import describe_module, trace
-from meshwright.measure.values import find_tensors
 from meshwright.models import Decoder, DecoderConfig, token_loss
 from meshwright.runtime import MeanLoss
+from meshwright.runtime.tensors import find_tensors
 from meshwright.spec import DecoderShape, describe
 from meshwright.spec.job import Dtype
 from meshwright.spec.layout import Layout

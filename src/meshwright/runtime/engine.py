@@ -84,6 +84,8 @@ class Engine:
         self.batch_scope = batch_scope
         self.device = local_device(device)
         join_ranks(self.device)
+        #: This process's number among all; 0 is the one that prints.
+        self.rank = global_rank()
         self._host_group = host_group(self.device)
         self.microbatches = strategy.microbatches(job.global_batch)
         built = build(model, job, strategy, self.device, blocks, self._host_group)
