@@ -57,7 +57,7 @@ class Engine:
     Args:
         model: a module with real values (rank 0's are used), or a function that builds one: then no rank ever holds it
             whole, and initial values come from its init functions (`_init_weights(module)` or `reset_parameters()`),
-            the seed and the module's name only; what a constructor writes into its parameters is not kept.
+            the seed and the module's name only, or from `weights`; what a constructor writes into them is not kept.
         loss: `(outputs, targets) -> (sum, weight)`, a `MeanLoss`, or a `ModelLoss`: the one that the model returns.
         optimizer: `parameters -> torch.optim.Optimizer`; called once, after sharding.
         job: global batch, dtypes, clipping, seed.
@@ -67,10 +67,13 @@ class Engine:
         scheduler: `optimizer -> LRScheduler`, stepped once for each optimizer step that is not skipped.
         blocks: names of the model's blocks in order, where they are not the children of a list module.
         device: this rank's device; its accelerator where there is one, by default.
+        weights: safetensors (a file or a Hugging Face folder) with initial values. Each rank reads only its own slices;
+            what they do not hold is named in the log and begins as without them.
         measure_memory: count memory in the `"first"` two steps, in `"every"` step (slower), or `"never"`.
 
     Raises:
-        ConfigError: the model, loss, optimizer or number of ranks does not fit the job and strategy.
+        ConfigError: the model, loss, optimizer, number of ranks or weights do not fit the job and strategy.
+        CheckpointError: the weights cannot be read.
         UnsupportedCombination: the strategy is legal but not executable yet.
     """
 
@@ -86,6 +89,7 @@ class Engine:
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         blocks: Sequence[str] | None = None,
         device: torch.device | str | None = None,
+        weights: str | Path | None = None,
         measure_memory: Literal["first", "every", "never"] = "first",
     ) -> None:
         require_executable(strategy, job)
@@ -97,7 +101,8 @@ class Engine:
         join_ranks(self.device)
         self._host_group = host_group(self.device)
         self.microbatches = strategy.microbatches(job.global_batch)
-        built = build(model, job, strategy, self.device, blocks)
+        place = Path(weights) if weights is not None else None
+        built = build(model, job, strategy, self.device, blocks, place, self._host_group)
         self.model, self._zero, self._dropout, self._traffic = built.model, built.zero, built.dropout, built.traffic
         self._loss, self._own_loss = loss, bind_loss(loss, self.model)
         self._scale = LossScale(dynamic=job.compute_dtype == "float16")
