@@ -21,6 +21,7 @@ from meshwright.runtime.batch import call_model, rows, split, to_device
 from meshwright.runtime.build import build
 from meshwright.runtime.checkpoint import load_checkpoint, save_checkpoint, shared_manifest
 from meshwright.runtime.evaluation import evaluation_parts
+from meshwright.runtime.export import export_model, read_tensor
 from meshwright.runtime.factories import make_optimizer, make_scheduler
 from meshwright.runtime.gradients import clip_factor, scale, sum_of_squares
 from meshwright.runtime.loss import LossFunction, call_loss
@@ -277,6 +278,33 @@ class Engine:
         self._measured_steps = 0
         extra: dict[str, Any] = manifest["extra"]
         return extra
+
+    def export(self, folder: str | Path, *, max_shard_bytes: int = 5 * 2**30, dtype: torch.dtype | None = None) -> None:
+        """Write the model for other tools: safetensors that `from_pretrained(folder)` loads; all ranks call it.
+
+        Frozen weights and persistent buffers are in it, a tied weight once. Of a PEFT model only the adapters are
+        written, for `PeftModel.from_pretrained(base, folder)`. The first rank writes, holding one tensor at a time.
+
+        Args:
+            folder: where; must not exist yet. Written aside and renamed when complete.
+            max_shard_bytes: where one file would be larger, there are several and an index.
+            dtype: of the parameters in the files; `job.param_dtype` where None.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self._require_whole()
+        place, group = Path(folder), self._host_group
+        export_model(self.model, self._zero, place, max_shard_bytes=max_shard_bytes, dtype=dtype, group=group)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole parameter or buffer as it is stored, by its global name, on every rank; all call it.
+
+        Raises:
+            ConfigError: the model has none of that name.
+        """
+        self._require_whole()
+        return read_tensor(self.model, self._zero, name)
 
     def bytes_at_rest(self) -> dict[str, int]:
         """Bytes this rank holds between steps, by category; each storage once."""
