@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +28,7 @@ __all__ = [
     "refusal",
     "save_filled",
     "small_checkpoint",
+    "small_disk",
     "tensors_of",
     "values_of",
 ]
@@ -114,3 +120,16 @@ def refusal(fn: Any, *args: Any) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, size_bytes: int) -> Iterator[Path]:
+    """A file system of that size; skips the test where nobody may mount one."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(path)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a small disk")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from meshwright.errors import CheckpointError
 from meshwright.runtime import checkpoint_storage
 from meshwright.runtime.checkpoint import complete, load_checkpoint, read_manifest, save_checkpoint, stored
+from meshwright.runtime.safetensors_file import CODES
 from tests.harness.ranks import run_one, run_ranks
 from tests.runtime.checkpoints import (
     MANIFEST,
@@ -30,7 +31,7 @@ from tests.runtime.checkpoints import (
     values_of,
 )
 
-DTYPES = list(checkpoint_storage._CODES)
+DTYPES = list(CODES)
 
 
 def _run(world: int, layout: str, fn: Any, folder: Path) -> list[Any]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import pickle
 import resource
 import shutil
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +20,7 @@ from meshwright.errors import CheckpointError
 from meshwright.runtime import checkpoint_files
 from meshwright.runtime.checkpoint import complete, load_checkpoint, newest, remove_stale, save_checkpoint, stored
 from tests.harness.ranks import RankError, run_ranks
-from tests.runtime.checkpoints import refusal, save_filled, small_checkpoint
+from tests.runtime.checkpoints import refusal, save_filled, small_checkpoint, small_disk
 
 ROOT = os.geteuid() == 0
 NOBODY = 65534
@@ -139,18 +136,6 @@ def test_a_taken_name_is_refused_and_a_broken_checkpoint_set_aside(tmp_path: Pat
 # -------------------------------------------------------------------------------------------- disks that do not take it
 
 
-@contextlib.contextmanager
-def _small_disk(path: Path, size_bytes: int) -> Iterator[Path]:
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(path)]
-    if not ROOT or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("this machine lets nobody mount a small disk")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
-
-
 def _save_on_full_disk(folder: Path, lie: bool) -> str:
     if lie:
         usage = shutil.disk_usage("/")._replace(free=2**60)
@@ -161,7 +146,7 @@ def _save_on_full_disk(folder: Path, lie: bool) -> str:
 
 @pytest.mark.parametrize("lie", [False, True])
 def test_a_full_disk_is_one_error_on_every_rank(tmp_path: Path, lie: bool) -> None:
-    with _small_disk(tmp_path / "disk", 2**19) as disk:
+    with small_disk(tmp_path / "disk", 2**19) as disk:
         older = small_checkpoint(disk / "step-000001")
         texts = run_ranks(2, _save_on_full_disk, disk / "step-000002", lie)
         assert texts[0] == texts[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from meshwright.runtime.batch_norm import couple_batch_norms
 from meshwright.runtime.collectives import Traffic
 from meshwright.runtime.init import materialise, meta_parameters, share_values, store_parameters_as
 from meshwright.runtime.precision import cast_inputs
+from meshwright.runtime.pretrained import Pretrained
 from meshwright.runtime.ranks import require_world, shard_mesh, world_size
 from meshwright.runtime.recompute import apply_recompute
 from meshwright.runtime.replicas import Replicas
@@ -48,18 +50,26 @@ def build(
     device: torch.device,
     block_names: Sequence[str] | None,
     host: dist.ProcessGroup | None,
+    weights: Path | None = None,
 ) -> Built:
     """Apply recompute, then ZeRO, then initial values.
 
+    Args:
+        weights: safetensors with initial values, as `pretrained.py` reads them.
+        group: carries short Python objects between all ranks.
+
     Raises:
-        ConfigError: the model is neither a module nor a builder of one, or cannot run under the strategy.
+        ConfigError: the model is neither a module nor a builder of one, cannot run under the strategy, or the weights
+            are of another one.
+        CheckpointError: the weights cannot be read.
     """
     require_world(strategy)
     module = _module(model, job.seed, device)
     _refuse_what_cannot_be_sharded(module, strategy)
     stored, compute, reduced = (getattr(torch, name) for name in (job.param_dtype, job.compute_dtype, job.reduce_dtype))
     coupled = couple_batch_norms(module, strategy, device)
-    share_values(module, device)
+    given = Pretrained(module, weights, host) if weights is not None else None
+    share_values(module, device, given)
     store_parameters_as(module, stored)
     blocks = choose_blocks(module, block_names)
     units = make_units(module, unit_blocks=strategy.unit_blocks, blocks=blocks)
@@ -82,10 +92,10 @@ def build(
             traffic=traffic,
             host=host,
         )
-        materialise(module, device=device, seed=job.seed)
+        materialise(module, device=device, seed=job.seed, given=given)
         zero.find_stored()
     else:
-        materialise(module, device=device, seed=job.seed)
+        materialise(module, device=device, seed=job.seed, given=given)
         zero = Replicas(units, compute_dtype=compute, stored_dtype=stored, reduce_dtype=reduced, traffic=traffic)
     return Built(module, zero, dropout, traffic, coupled)
 
@@ -103,6 +113,13 @@ def _module(model: nn.Module | Callable[[], nn.Module], seed: int, device: torch
         built = model()
     if not isinstance(built, nn.Module):
         raise ConfigError(f"the model builder returned a {type(built).__name__}", fix="return an nn.Module from it")
+    for name, buffer in built.named_buffers():
+        if buffer.is_meta:
+            raise ConfigError(
+                f"buffer {name} has no values when the model builder returns",
+                why="a builder's parameters have none, and the buffer was computed from one",
+                fix="pass the built model instead of the function: Engine(build(), ...)",
+            )
     return built
 
 

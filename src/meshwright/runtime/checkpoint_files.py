@@ -7,8 +7,7 @@
 A save writes into `step-000120.tmp-<token>` beside it and renames that when everything is on the disk. The manifest is
 the one place for the truth: a folder without a readable one whose file sizes match is not a checkpoint.
 
-Nothing here is executed when it is read: JSON and safetensors only. The files of the ranks are what
-`torch.distributed.checkpoint.HuggingFaceStorageReader` reads (its header key `DCP_SHARDING_INFO`, PyTorch 2.13).
+Nothing here is executed when it is read: JSON and safetensors only.
 """
 
 from __future__ import annotations
@@ -22,24 +21,20 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import CheckpointError
 
 __all__ = [
-    "SHARDING_KEY",
     "Draft",
-    "Piece",
     "complete",
     "explained",
     "newest",
     "read_files",
     "read_manifest",
     "remove_stale",
-    "write_pieces",
 ]
 
 #: Version of the folder's layout; raised when an older Meshwright could no longer read it.
@@ -47,7 +42,6 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 #: Lies in a temporary folder, locked for as long as the process that makes the checkpoint lives.
 LOCK = "saving.lock"
-SHARDING_KEY = "DCP_SHARDING_INFO"
 
 _STEP = re.compile(r"step-(\d{6,})")
 _TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{8}")
@@ -209,8 +203,11 @@ class Draft:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
 
-    def commit(self, files: Mapping[str, int], manifest: Mapping[str, Any]) -> None:
-        """Checks that the files are there with their sizes, writes the manifest and gives the folder its name."""
+    def commit(self, files: Mapping[str, int], manifest: Mapping[str, Any] | None) -> None:
+        """Checks that the files are there with their sizes, writes the manifest and gives the folder its name.
+
+        Without a manifest the folder is no checkpoint, but other tools' files.
+        """
         for name, size in files.items():
             found = (self.path / name).stat().st_size
             if found != size:
@@ -219,10 +216,12 @@ class Draft:
                     why=f"file {name} has {found} bytes where its rank wrote {size}",
                     fix="check the disk; hosts must share the file system of the checkpoint folder",
                 )
-        with (self.path / MANIFEST).open("x", encoding="utf-8") as file:
-            json.dump({"format": FORMAT, "files": dict(sorted(files.items())), "manifest": manifest}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        if manifest is not None:
+            with (self.path / MANIFEST).open("x", encoding="utf-8") as file:
+                whole = {"format": FORMAT, "files": dict(sorted(files.items())), "manifest": manifest}
+                json.dump(whole, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
         _sync_folder(self.path)
         _refuse_taken(self.folder)
         if _is_broken(self.folder):
@@ -269,52 +268,6 @@ def _sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(handle)
-
-
-# ------------------------------------------------------------------------------------------------ the file of a rank
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A box of a tensor: its safetensors dtype, shape and offsets in elements per dim, and its size in bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    size_bytes: int
-
-
-def write_pieces(path: Path, pieces: Sequence[Piece], buffers: Iterable[memoryview]) -> int:
-    """Writes a safetensors file, one piece in memory at a time, and syncs it to the disk.
-
-    Args:
-        path: a new file.
-        pieces: no two of one name, and large elements before small ones so that each is aligned when mapped.
-        buffers: the bytes of the pieces, in their order.
-
-    Returns:
-        The size of the file in bytes.
-    """
-    sharding = {piece.name: {"saved_offsets": piece.offsets} for piece in pieces}
-    about = {SHARDING_KEY: json.dumps(sharding), "DCP_VERSION": "1.0", "format": "pt"}
-    header: dict[str, Any] = {"__metadata__": about}
-    end = 0
-    for piece in pieces:
-        start, end = end, end + piece.size_bytes
-        header[piece.name] = {"dtype": piece.dtype, "shape": piece.shape, "data_offsets": (start, end)}
-    assert len(header) == len(pieces) + 1, "two pieces of one name in one file"
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for buffer in buffers:
-            file.write(buffer)
-        file.flush()
-        assert file.tell() == 8 + len(text) + end, "buffers and pieces differ in size"
-        os.fsync(file.fileno())
-        return file.tell()
 
 
 # ------------------------------------------------------------------------------------------------------------ errors

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,33 +29,13 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from meshwright.errors import CheckpointError
-from meshwright.runtime.checkpoint_files import (
-    SHARDING_KEY,
-    Draft,
-    Piece,
-    complete,
-    explained,
-    read_files,
-    write_pieces,
-)
+from meshwright.runtime.checkpoint_files import Draft, complete, explained, read_files
+from meshwright.runtime.safetensors_file import CODES, DTYPES, Piece, as_bytes, write_pieces
 
 __all__ = ["Reader", "Writer", "is_distributed", "read_metadata"]
 
-_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+#: Where PyTorch's `HuggingFaceStorageReader` looks for the place of a piece in its tensor (2.13).
+SHARDING_KEY = "DCP_SHARDING_INFO"
 
 
 class Writer(StorageWriter):
@@ -79,7 +59,7 @@ class Writer(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         for item in plan.items:
-            if item.tensor_data is None or item.tensor_data.properties.dtype not in _CODES:
+            if item.tensor_data is None or item.tensor_data.properties.dtype not in CODES:
                 kind = "no tensor" if item.tensor_data is None else f"of {item.tensor_data.properties.dtype}"
                 raise CheckpointError(f"{item.index.fqn} cannot be saved", why=f"it is {kind}")
         return plan
@@ -97,7 +77,7 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
         pairs = [(_piece(item), item) for item in plan.items]
-        pairs.sort(key=lambda pair: -_DTYPES[pair[0].dtype].itemsize)
+        pairs.sort(key=lambda pair: -pair[0].dtype.itemsize)
         pieces, items = [piece for piece, _ in pairs], [item for _, item in pairs]
         folder = self.folder.with_name(plan.storage_data)
         name = f"rank-{self.rank:05d}.safetensors"
@@ -108,7 +88,8 @@ class Writer(StorageWriter):
                     raise FileNotFoundError(
                         f"{folder}, made by the first rank, is not there: hosts must share the file system"
                     )
-                size = write_pieces(folder / name, pieces, (_as_bytes(planner.resolve_data(item)) for item in items))
+                buffers = (as_bytes(cast(torch.Tensor, planner.resolve_data(item))) for item in items)
+                size = write_pieces(folder / name, pieces, buffers, metadata=_about(pieces))
         done.set_result(
             [
                 WriteResult(index=item.index, size_in_bytes=piece.size_bytes, storage_data=(name, size))
@@ -182,7 +163,7 @@ def read_metadata(folder: Path) -> Metadata:
                 start = torch.Size(offsets[name]["saved_offsets"])
                 shape = torch.Size(piece.get_shape())
                 end = torch.Size(map(sum, zip(start, shape, strict=True)))
-                properties = TensorProperties(dtype=_DTYPES[piece.get_dtype()])
+                properties = TensorProperties(dtype=DTYPES[piece.get_dtype()])
                 entry = tensors.setdefault(name, TensorStorageMetadata(properties, end, []))
                 entry.size = torch.Size(map(max, zip(entry.size, end, strict=True)))
                 entry.chunks.append(ChunkStorageMetadata(start, shape))
@@ -206,18 +187,12 @@ def _box(piece: Any, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Te
 def _piece(item: WriteItem) -> Piece:
     assert item.tensor_data is not None
     chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
-    return Piece(
-        name=item.index.fqn,
-        dtype=_CODES[dtype],
-        shape=tuple(chunk.sizes),
-        offsets=tuple(chunk.offsets),
-        size_bytes=math.prod(chunk.sizes) * dtype.itemsize,
-    )
+    return Piece(name=item.index.fqn, dtype=dtype, shape=tuple(chunk.sizes), offsets=tuple(chunk.offsets))
 
 
-def _as_bytes(tensor: Any) -> memoryview:
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+def _about(pieces: Iterable[Piece]) -> dict[str, str]:
+    offsets = {piece.name: {"saved_offsets": piece.offsets} for piece in pieces}
+    return {SHARDING_KEY: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
 
 
 def is_distributed() -> bool:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshwright.errors import ConfigError
 from meshwright.runtime.batch import call_model, rows, split, to_device
 from meshwright.runtime.build import build
+from meshwright.runtime.export import export_model, read_tensor
 from meshwright.runtime.factories import make_optimizer, make_scheduler
 from meshwright.runtime.gradients import clip_factor, scale, sum_of_squares
 from meshwright.runtime.loss import LossFunction, call_loss
@@ -46,7 +47,7 @@ class Engine:
     Args:
         model: a module with real values (rank 0's are used), or a function that builds one: then no rank ever holds it
             whole, and initial values come from its init functions (`_init_weights(module)` or `reset_parameters()`),
-            the seed and the module's name only; what a constructor writes into its parameters is not kept.
+            the seed and the module's name only, or from `weights`; what a constructor writes into them is not kept.
         loss: `(outputs, targets) -> (sum, weight)`, a `MeanLoss`, or a `ModelLoss`: the one that the model returns.
         optimizer: `parameters -> torch.optim.Optimizer`; called once, after sharding.
         job: global batch, dtypes, clipping, seed.
@@ -56,10 +57,13 @@ class Engine:
         scheduler: `optimizer -> LRScheduler`, stepped once for each optimizer step that is not skipped.
         blocks: names of the model's blocks in order, where they are not the children of a list module.
         device: this rank's device; its accelerator where there is one, by default.
+        weights: safetensors (a file or a Hugging Face folder) with initial values. Each rank reads only its own slices;
+            what they do not hold is named in the log and begins as without them.
         measure_memory: count memory in the `"first"` two steps, in `"every"` step (slower), or `"never"`.
 
     Raises:
-        ConfigError: the model, loss, optimizer or number of ranks does not fit the job and strategy.
+        ConfigError: the model, loss, optimizer, number of ranks or weights do not fit the job and strategy.
+        CheckpointError: the weights cannot be read.
         UnsupportedCombination: the strategy is legal but not executable yet.
     """
 
@@ -75,6 +79,7 @@ class Engine:
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         blocks: Sequence[str] | None = None,
         device: torch.device | str | None = None,
+        weights: str | Path | None = None,
         measure_memory: Literal["first", "every", "never"] = "first",
     ) -> None:
         require_executable(strategy, job)
@@ -88,7 +93,8 @@ class Engine:
         self.rank = global_rank()
         self._host_group = host_group(self.device)
         self.microbatches = strategy.microbatches(job.global_batch)
-        built = build(model, job, strategy, self.device, blocks, self._host_group)
+        place = Path(weights) if weights is not None else None
+        built = build(model, job, strategy, self.device, blocks, self._host_group, place)
         self.model, self._zero, self._dropout, self._traffic = built.model, built.zero, built.dropout, built.traffic
         self._coupled = built.coupled
         self._loss_tried = False
@@ -259,6 +265,33 @@ class Engine:
             CheckpointError: the folder is no complete checkpoint, or one of another model.
         """
         return load_engine(self, Path(folder))
+
+    def export(self, folder: str | Path, *, max_shard_bytes: int = 5 * 2**30, dtype: torch.dtype | None = None) -> None:
+        """Write the model for other tools: safetensors that `from_pretrained(folder)` loads; all ranks call it.
+
+        Frozen weights and persistent buffers are in it, a tied weight once. Of a PEFT model only the adapters are
+        written, for `PeftModel.from_pretrained(base, folder)`. The first rank writes, holding one tensor at a time.
+
+        Args:
+            folder: where; must not exist yet. Written aside and renamed when complete.
+            max_shard_bytes: where one file would be larger, there are several and an index.
+            dtype: of the parameters in the files; `job.param_dtype` where None.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self._require_whole()
+        place, group = Path(folder), self._host_group
+        export_model(self.model, self._zero, place, max_shard_bytes=max_shard_bytes, dtype=dtype, group=group)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole parameter or buffer as it is stored, by its global name, on every rank; all call it.
+
+        Raises:
+            ConfigError: the model has none of that name.
+        """
+        self._require_whole()
+        return read_tensor(self.model, self._zero, name)
 
     def bytes_at_rest(self) -> dict[str, int]:
         """Bytes this rank holds between steps, by category; each storage once."""

@@ -12,6 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwright.errors import ConfigError
+from meshwright.runtime.adapters import adapter_init, original_name
+from meshwright.runtime.boxes import empty_like_own
+from meshwright.runtime.pretrained import Pretrained
 from meshwright.runtime.seeds import preserved_random_state, seed_for
 from meshwright.runtime.units import Owner, owners
 
@@ -53,20 +56,25 @@ def _values_lost(what: str) -> ConfigError:
     return ConfigError(
         f"{what} while the model builder runs",
         why="a builder's model gets its initial values from its init functions, so these would be lost",
-        fix="pass the built model instead of the function: Engine(build(), ...)",
+        fix="pass the built model instead of the function: Engine(build(), ...), or the files: Engine(build, ..., "
+        "weights=folder)",
     )
 
 
-def materialise(model: nn.Module, *, device: torch.device, seed: int) -> None:
-    """Give every meta parameter its initial values: the model's own init functions, run module by module.
+def materialise(model: nn.Module, *, device: torch.device, seed: int, given: Pretrained | None = None) -> None:
+    """Give every parameter its initial values: those that are given, and what is meta still from the init functions.
 
-    A module's own parameters are allocated whole, initialised with the random stream of (seed, module name), and cut
-    to this rank's slices before the next module is touched, so at most one module is whole at a time. The init function
-    is the model's `_init_weights(module)` (Hugging Face's convention) or the module's `reset_parameters()`.
+    The init functions run module by module: a module's own parameters are allocated whole, initialised with the random
+    stream of (seed, module name), and cut to this rank's slices before the next module is touched, so at most one
+    module is whole at a time. The init function is the model's `_init_weights(module)` (Hugging Face's convention) or
+    the module's `reset_parameters()`; adapters have PEFT's. A module whose parameters are all given is passed over.
 
     Raises:
         ConfigError: a module has parameters but no init function.
+        CheckpointError: what is given cannot be read.
     """
+    if given is not None:
+        _take_given(model, device, given)
     names = {id(module): name for name, module in model.named_modules()}
     places = {name: where for name, where in owners(model).items() if _get(where[0]).is_meta}
     by_module: dict[int, tuple[nn.Module, dict[str, tuple[Owner, ...]]]] = {}
@@ -81,19 +89,38 @@ def materialise(model: nn.Module, *, device: torch.device, seed: int) -> None:
                 setattr(where[0].module, where[0].name, nn.Parameter(whole, requires_grad=meta.requires_grad))
             own = {where[0].name for where in parameters.values()}
             borrowed = {name: p for name, p in module.named_parameters(recurse=False) if name not in own}
-            for name, tied in borrowed.items():  # what another module owns keeps the values it got there
+            for name, tied in borrowed.items():  # what has its values, here or in another module, keeps them
                 scratch = torch.empty(tied.shape, dtype=tied.dtype, device=device)
                 setattr(module, name, nn.Parameter(scratch, requires_grad=tied.requires_grad))
-            torch.manual_seed(seed_for(seed, "init", names[id(module)]))
+            torch.manual_seed(seed_for(seed, "init", original_name(model, names[id(module)])))
             _init_function(model, module, names[id(module)])()
             for name, tied in borrowed.items():
                 setattr(module, name, tied)
             for name, where in parameters.items():
                 _place(where, _sliced(_get(where[0]), sharded[name]))
+    if given is not None:
+        given.fill_buffers(model)
 
 
-def share_values(model: nn.Module, device: torch.device) -> None:
-    """Move what is real of a model (all, or the buffers beside meta parameters) to the device, with rank 0's values."""
+def _take_given(model: nn.Module, device: torch.device, given: Pretrained) -> None:
+    """Give the parameters that are stored in files their values, allocating only this rank's part of each."""
+    targets: dict[str, torch.Tensor] = {}
+    for name, where in owners(model).items():
+        if name in given:
+            parameter = _get(where[0])
+            if parameter.is_meta:
+                room = empty_like_own(parameter.detach(), device)
+                parameter = nn.Parameter(room, requires_grad=parameter.requires_grad)
+                _place(where, parameter)
+            targets[name] = parameter
+    given.fill(targets)
+
+
+def share_values(model: nn.Module, device: torch.device, given: Pretrained | None = None) -> None:
+    """Move what is real of a model (all, or the buffers beside meta parameters) to the device, with rank 0's values.
+
+    What is given is read by every rank itself, so nothing of it is sent.
+    """
     with torch.no_grad():
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -102,8 +129,8 @@ def share_values(model: nn.Module, device: torch.device) -> None:
             if not parameter.is_meta:
                 parameter.data = parameter.data.to(device)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            for tensor in [*model.parameters(), *model.buffers()]:
-                if not tensor.is_meta:
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                if not tensor.is_meta and (given is None or name not in given):
                     value = tensor.contiguous()
                     dist.broadcast(value, src=0)
                     tensor.copy_(value)
@@ -134,6 +161,9 @@ def _sliced(whole: nn.Parameter, meta: nn.Parameter) -> nn.Parameter:
 
 
 def _init_function(model: nn.Module, module: nn.Module, name: str) -> Callable[[], Any]:
+    adapter = adapter_init(model, module, name)
+    if adapter is not None:
+        return adapter
     whole_model = getattr(model, "_init_weights", None)
     if callable(whole_model):
         return lambda: whole_model(module)
