@@ -38,8 +38,8 @@ def main() -> None:
         batch_scope="local",
         weights=FOLDER,
     )
-    for report in engine.steps(Batches(questions(), job, strategy, collate=Padding(), epochs=4)):
-        if engine.rank == 0 and report.step % 9 == 1:
+    for report in engine.steps(Batches(questions(), job, strategy, collate=Padding(), epochs=3)):
+        if engine.rank == 0 and report.step % 13 == 1:
             print(f"step {report.step} loss {report.loss:.3f} of {report.weight:.0f} labels")
     with engine.inference() as model:
         prompt = torch.tensor([list(b"3 plus 4 is")])

@@ -16,13 +16,11 @@ from meshwright import Batches, Engine, Job, ModelLoss, Packing, Strategy
 
 FOLDER = sys.argv[1] if len(sys.argv) > 1 else None
 TINY = GPT2Config(vocab_size=256, n_positions=128, n_embd=64, n_layer=4, n_head=4)
-TARGETS = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "modules_to_save": ["lm_head"]}
-ADAPTERS = peft.LoraConfig(r=8, lora_alpha=16, **TARGETS)
+ADAPTERS = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True)
 
 
 def model() -> nn.Module:
     config = AutoConfig.from_pretrained(FOLDER) if FOLDER else TINY
-    config.tie_word_embeddings = False  # the head is trained, the embedding is not
     return peft.get_peft_model(AutoModelForCausalLM.from_config(config), ADAPTERS)
 
 
