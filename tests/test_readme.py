@@ -32,8 +32,13 @@ def run_snippet(folder: Path, code: str) -> list[float]:
     inputs, targets = torch.randn(32, 5, generator=generator), torch.randint(3, (32,), generator=generator)
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
-        exec(code, {"build_model": build_model, "batches": [(inputs, targets)] * 4})  # noqa: S102  (it is the README)
+        exec(code, {"build_model": build_model, "dataset": list(zip(inputs, targets, strict=True))})  # noqa: S102  (it is the README)
     return [float(line) for line in shown.getvalue().split()]
+
+
+def test_the_way_to_ones_own_model_is_ten_lines() -> None:
+    script = [line for line in snippet().splitlines() if line.strip()]
+    assert len(script) + len(("pip install .", "torchrun --nproc-per-node=2 script.py")) <= 10
 
 
 def test_the_python_example_trains_and_saves(tmp_path: Path) -> None:
