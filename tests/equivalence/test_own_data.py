@@ -115,13 +115,18 @@ def norm(tensor: Any) -> float:
 
 def error_of(result: Result, wanted: Result) -> float:
     """The largest error over its tolerance, of the loss and of each gradient (see `tests.harness.tolerance`)."""
+    return max(errors_of(result, wanted).values())
+
+
+def errors_of(result: Result, wanted: Result) -> dict[str, float]:
+    """By what they are of."""
     (loss, weight, gradients), (right, count, expected) = result, wanted
     assert weight == count, "labels that count"
     assert gradients.keys() == expected.keys()
     whole = norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in expected.values()]))
     bounds = {k: FLOAT64.gradient * norm(g) + FLOAT64.gradient_floor * whole for k, g in expected.items()}
-    errors = [norm(gradients[k] - g) / bounds[k] for k, g in expected.items()]
-    return max(abs(loss - right) / right / FLOAT64.scalar, *errors)
+    errors = {k: norm(gradients[k] - g) / bounds[k] for k, g in expected.items()}
+    return errors | {"loss": abs(loss - right) / right / FLOAT64.scalar}
 
 
 def check(name: str, zero: int, dp: int, scenes: list[Scene]) -> None:
@@ -130,7 +135,8 @@ def check(name: str, zero: int, dp: int, scenes: list[Scene]) -> None:
     for number, scene in enumerate(scenes):
         wanted = run_one(one_by_one, name, ROW if scene[1].startswith("packed") else 64)
         for results in found:
-            assert error_of(results[number], wanted) <= 1, scene
+            for name_of, error in errors_of(results[number], wanted).items():
+                assert error <= 1, f"{scene}: error of {name_of}"
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -21,6 +21,7 @@ from meshwright.runtime.microbatches import Microbatches
 from meshwright.runtime.replicas import Bucket, Replicas
 from meshwright.runtime.seeds import DropoutStreams, seed_for
 from meshwright.runtime.shards import Shards
+from meshwright.train.packing import Packing
 
 __all__ = ["FAULTS"]
 
@@ -387,6 +388,21 @@ def statistics_of_own_rows() -> None:
 def statistics_gradient_stays_local() -> None:
     """The gradient of a mean over all ranks' rows goes to the rank's own loss only."""
     replace(batch_norm._SumOverRanks, "backward", lambda original: staticmethod(lambda ctx, gradient: gradient))
+
+
+@fault
+def attention_crosses_documents() -> None:
+    """Rows that hold several documents are read as one text."""
+
+    def make(original: Any) -> Any:
+        def collate(self: Packing, given: Any) -> Any:
+            batch = original(self, given)
+            batch["attention_mask"] = torch.ones_like(batch["attention_mask"]).tril()
+            return batch
+
+        return collate
+
+    replace(Packing, "collate", make)
 
 
 @fault

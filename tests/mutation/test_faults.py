@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.equivalence import test_dropout, test_strategies, test_structures, test_user_reports
+from tests.equivalence import test_dropout, test_own_data, test_strategies, test_structures, test_user_reports
 from tests.equivalence.lattice import short_list
 from tests.harness.cases import Case
 from tests.harness.ranks import RankError, prepared
@@ -68,6 +68,7 @@ BRANCHES = test_user_reports.test_E6_ranks_may_take_different_branches
 OVERFLOW = test_loss_scale.test_an_overflow_on_one_rank_skips_on_all_and_halves_the_scale
 UNEVEN = test_uneven.test_steps_over_unequal_numbers_of_batches_and_rows
 NORMS = test_structures.test_batch_norms_over_the_rows_of_all_ranks
+PADDED = test_own_data.test_ranks_may_pad_to_their_own_longest
 TIED = test_user_reports.test_a_tied_weight_has_one_gradient
 PAIRS = test_strategies.test_pairs_of_options
 MASKS = test_dropout.test_masks_do_not_depend_on_the_layout
@@ -114,6 +115,7 @@ MUTATIONS = [
     caught("absent_rows_weigh", UNEVEN, r"weight \S+: error", zero=2, world=3),
     caught("statistics_of_own_rows", NORMS, r"(blocks|head)\.\S+", world=2, zero=0, momentum=0.1),
     caught("statistics_gradient_stays_local", NORMS, r"(blocks|head)\.\S+", world=3, zero=3, momentum=0.3),
+    caught("attention_crosses_documents", PADDED, r"error of \S+\.weight", zero=0, dp=2),
     caught("weights_by_rank", D1, r"step 0 initial model\.\S+weight: error", zero=0),
 ]
 
