@@ -76,8 +76,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Blocks that hand on a `kind`, with weights tied across blocks, and a last module that is called twice."""
 
-    def __init__(self, kind: str, *, options: dict[str, Any] | None = None) -> None:
+    def __init__(self, kind: str, *, options: dict[str, Any] | None = None, again: int = 0) -> None:
         super().__init__()
+        self.again = again  # how many blocks run twice
         self.embedding = nn.Linear(WIDTH, WIDTH)
         first = Block(kind)
         self.blocks = nn.ModuleList([first, Block(kind), Block(kind, first.inner), Block(kind), Block("tensor")])
@@ -87,7 +88,7 @@ class Model(nn.Module):
 
     def forward(self, inputs: Tensor, mask: Tensor | None = None, flag: bool = True, count: int = 1) -> Any:
         value: Any = self.embedding(torch.tanh(self.embedding(inputs)))
-        for block in self.blocks:
+        for block in [*self.blocks[: self.again], *self.blocks]:
             value = block(value, mask if flag else None, times=count, **self.options)
         logits = self.head(value)
         return Carried(logits, (logits.mean(-1),))
@@ -126,6 +127,7 @@ CASES |= {
         lambda: Model("dataclass", options={"twice": True}),
         lambda inputs, labels: {"inputs": inputs, "mask": _mask(inputs), "flag": True, "count": 2, "labels": labels},
     ),
+    "blocks twice": Case(lambda: Model("tensor", again=2), lambda inputs, labels: (inputs, labels)),
     "positional, None": Case(lambda: Model("dict"), lambda inputs, labels: ((inputs, None, False, 1), labels)),
     "keyword inputs, boolean": Case(
         lambda: Model("tensor"), lambda inputs, labels: ({"inputs": inputs, "mask": _mask(inputs)}, labels)

@@ -101,6 +101,24 @@ def test_models_of_any_structure(name: str, world: int, zero: int, recompute: st
         same(steps, wanted)
 
 
+def mixed(zero: int) -> tuple[Steps, set[str]]:
+    """A model whose second half is bfloat16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9).bfloat16(), nn.Linear(9, 7).bfloat16())
+    made = engine(model, CLASSIFY, 6, zero=zero)
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randn(6, 6, generator=generator).double(), torch.randint(0, 7, (6,), generator=generator)
+    return train(made, [batch, batch]), {str(p.dtype) for p in made.model.parameters()}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_weights_of_several_dtypes_are_stored_in_one(zero: int) -> None:
+    wanted, _ = run_one(mixed, 0)
+    for steps, dtypes in run_ranks(2, mixed, zero):
+        same(steps, wanted)
+        assert dtypes == {"torch.float64"}
+
+
 def opaque(zero: int) -> str:
     torch.manual_seed(0)
     made = engine(Model("opaque").double(), loss, 6, zero=zero)
