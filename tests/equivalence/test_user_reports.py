@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.measure.equality.records import Run, join
+from meshwright.measure.equality.tolerance import distance
 from tests.harness.cases import (
     STEPS,
     Case,
@@ -22,8 +24,6 @@ from tests.harness.cases import (
 from tests.harness.models import VALID_TOKENS, builder, loss_of
 from tests.harness.plain import run_plain
 from tests.harness.ranks import run_one, run_ranks
-from tests.harness.records import Run, join
-from tests.harness.tolerance import distance
 
 STAGES = (0, 1, 2, 3)
 

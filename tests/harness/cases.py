@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
+from meshwright.measure.equality.float64 import float32_upcasts_stay_float64
+from meshwright.measure.equality.records import Piece, Run, Step, join, piece
+from meshwright.measure.equality.tolerance import Mismatch, compare, show
 from meshwright.runtime import Engine
 from meshwright.spec import Job, Strategy
-from tests.harness.float64 import float32_upcasts_stay_float64
 from tests.harness.models import builder, loss_of, make_batch
 from tests.harness.ranks import run_one, run_ranks
-from tests.harness.records import Piece, Run, Step, join, piece
-from tests.harness.tolerance import Mismatch, compare, show
 
 __all__ = [
     "Case",
