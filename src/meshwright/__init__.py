@@ -22,8 +22,10 @@ if TYPE_CHECKING:
         UnsupportedCombination,
     )
     from meshwright.measure import describe_module, trace
+    from meshwright.measure.verify import verify
     from meshwright.runtime import Engine, MeanLoss, ModelLoss, StepReport
     from meshwright.spec import Cluster, Job, ModelSpec, OptimizerSpec, Plan, Strategy
+    from meshwright.spec.verified import Verified
 
 __all__ = [
     "CheckpointError",
@@ -44,10 +46,12 @@ __all__ = [
     "StepReport",
     "Strategy",
     "UnsupportedCombination",
+    "Verified",
     "__version__",
     "describe_module",
     "plan",
     "trace",
+    "verify",
 ]
 
 _HOME = {
@@ -69,9 +73,11 @@ _HOME = {
     "StepReport": "meshwright.runtime",
     "Strategy": "meshwright.spec",
     "UnsupportedCombination": "meshwright.errors",
+    "Verified": "meshwright.spec.verified",
     "describe_module": "meshwright.measure",
     "plan": "meshwright.api",
     "trace": "meshwright.measure",
+    "verify": "meshwright.measure.verify",
 }
 
 

@@ -1,6 +1,7 @@
 """When two runs are equal: what a run leaves behind, how close is close, and float64 for models that cast down."""
 
 from meshwright.measure.equality.float64 import float32_upcasts_stay_float64
+from meshwright.measure.equality.recording import record
 from meshwright.measure.equality.records import Piece, Run, Step, join, piece
 from meshwright.measure.equality.tolerance import (
     ADAMW_DEFAULT_EPS_UPDATE,
@@ -31,5 +32,6 @@ __all__ = [
     "float32_upcasts_stay_float64",
     "join",
     "piece",
+    "record",
     "show",
 ]
