@@ -9,7 +9,8 @@ __all__ = ["find_described"]
 
 
 def find_described(model: str, sequence: int) -> Described:
-    """A model by its name, its `config.json`, or a function that makes it (`package.module:function`, `file.py:function`).
+    """A model by its name, its `config.json`, or a function that makes it (`package.module:function`,
+    `file.py:function`).
 
     Raises:
         ConfigError: it is not found or not understood.

@@ -26,6 +26,8 @@ _MAPPINGS = {
         "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
     ),
 }
+#: Tables inside a config that are no models.
+_NO_PARTS = ("attn_config", "ffn_config")
 _KINDS = "causal and masked language models, encoder-decoders of text and speech, classifiers of texts and pictures"
 
 
@@ -63,9 +65,9 @@ def small_config(table: Mapping[str, Any], *, name: str, depth: int, sequence: i
             fix="give a function that builds a small one: file.py:function",
         )
     kind: Any = CONFIG_MAPPING[family]
-    if kind.sub_configs:
+    if parts := [part for part in kind.sub_configs if part not in _NO_PARTS]:
         raise ConfigError(
-            f"config.json of {name}: model_type {family} has several parts ({', '.join(kind.sub_configs)})",
+            f"config.json of {name}: model_type {family} has several parts ({', '.join(parts)})",
             why="inputs are made for models of one kind of input",
             fix="give the config.json of the language model alone, or a function that builds a small one with its "
             "inputs: file.py:function",

@@ -31,7 +31,14 @@ _INNERS = (
     *("moe_intermediate_size", "shared_expert_intermediate_size", "mlp_dim", "decoder_intermediate_size"),
 )
 _WINDOWS = ("sliding_window", "attention_window")
-_LEARNED = ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions", "max_sequence_length")
+_LEARNED = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_len",
+)
 _ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_pct", "rotary_dim", "rotary")
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERT_CHOICES = ("num_experts_per_tok", "moe_top_k", "moe_k")
@@ -63,7 +70,8 @@ class Reduced:
     def put(self, key: str, before: Any, after: Any, *, told: bool = True) -> None:
         """Set a key."""
         self.table[key] = after
-        if told and before != after:
+        told_already = any(change.startswith(f"{key} ") for change in self.changes)
+        if told and before != after and not told_already:
             self.changes.append(f"{key} {before} -> {after}")
 
 

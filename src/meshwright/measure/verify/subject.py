@@ -98,20 +98,23 @@ def _of_config(asked: Mapping[str, Any], depth: int, sequence: int) -> Subject:
             fix="give a function that builds a small one: file.py:function",
         ) from error
     found = _hugging_face(name, model, sequence)
-    return replace(found, changes=tuple(reduced.changes), notes=tuple(reduced.notes))
+    return replace(found, changes=tuple(reduced.changes), notes=(*reduced.notes, *found.notes))
 
 
 def _hugging_face(name: str, model: Any, sequence: int) -> Subject:
     """A Hugging Face model with its own loss."""
-    config = model.config
+    config, notes = model.config, []
     sort = kind_of(model, config)
+    if getattr(config, "_experts_implementation", None) == "grouped_mm":
+        model.set_experts_implementation("eager")
+        notes.append("experts one after the other, for their fused product has no float64")
     if sort == "texts" and config.pad_token_id is None:  # it tells where each text ends
         config.pad_token_id = 0
 
     def batch(rows: int, seed: int) -> dict[str, Tensor]:
         return batch_for(sort, config, rows=rows, sequence=sequence, seed=seed)
 
-    return Subject(name, model, ModelLoss(), batch, labels_of(sort))
+    return Subject(name, model, ModelLoss(), batch, labels_of(sort), notes=tuple(notes))
 
 
 def _of_code(asked: Mapping[str, Any], sequence: int) -> Subject:
