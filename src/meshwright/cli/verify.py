@@ -29,7 +29,8 @@ def verify(model: str, strategy: str, seq: int, timeout: float, json: bool) -> N
     from meshwright.measure.verify import verify as compare
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    screen = Console(stderr=True)
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
         try:
             found = compare(

@@ -178,6 +178,7 @@ def _work(work: Callable[[], None], log: Path) -> None:
         handle = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
+        sys.stdout = sys.stderr = os.fdopen(handle, "w", encoding="utf-8", closefd=False)  # whatever stood there
         work()
         code = 0
     except BaseException:

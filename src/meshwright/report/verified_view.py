@@ -62,8 +62,10 @@ def _remarks(found: Verified) -> list[Text]:
         lines.append(f"worst: {found.worst}")
     beyond = found.mismatches[:_MOST_SHOWN]
     lines += [f"beyond its bound: {told}" for told in beyond]
-    if len(found.mismatches) > len(beyond):
-        lines.append(f"and {len(found.mismatches) - len(beyond)} more")
+    if found.beyond > len(beyond):
+        lines.append(f"and {found.beyond - len(beyond)} more")
+    if found.log:
+        lines.append(found.log)
     engine, *others = found.against.values() or (0.0,)
     if engine <= 1 < max(others, default=0.0):
         lines.append(

@@ -58,8 +58,10 @@ class Verified:
         against: the largest of all deviations, by what the run was compared with.
         worst: which value that is, in words; `worst_error` and `worst_bound` are its deviation and what is allowed.
         clipped: whether gradients were clipped in every step.
-        mismatches: values beyond their bound, in words, the worst first.
+        mismatches: the first values beyond their bound, in words: the earliest step first, tensors before norms.
+        beyond: how many are.
         failure: why the ranks did not come to an end where one process did; empty if they did.
+        log: then what the first rank that failed wrote.
     """
 
     strategy: str
@@ -75,7 +77,9 @@ class Verified:
     worst_bound: float = 0.0
     clipped: bool = False
     mismatches: tuple[str, ...] = ()
+    beyond: int = 0
     failure: str = ""
+    log: str = ""
 
     @property
     def equal(self) -> bool:
@@ -93,7 +97,7 @@ class Verified:
         if self.failure:
             return f"not verified: {what}: {self.failure}"
         if self.mismatches:
-            more = f", and {len(self.mismatches) - 1} more" if len(self.mismatches) > 1 else ""
+            more = f", and {self.beyond - 1} more" if self.beyond > 1 else ""
             return f"not verified: {what}: {self.mismatches[0]}{more}"
         allowed = f"{self.worst_error:.1e} of {self.worst_bound:.1e} allowed"
         return f"verified: {what}: largest deviation {allowed} ({self.worst})"

@@ -26,6 +26,8 @@ __all__ = ["verify", "verify_all"]
 
 #: Set in the environment of the processes that verify.
 _RUNNING = "MESHWRIGHT_VERIFYING"
+#: How much longer than its own limit the leading process may take to say what was not done.
+_MARGIN_S = 30.0
 #: What is done now, how many strategies are through, and of how many.
 Progress = Callable[[str, int, int], None]
 
@@ -94,7 +96,7 @@ def verify_all(
         tell("starting", 0, len(models) * len(chosen))
         path = os.pathsep.join(entry for entry in sys.path if entry)
         started.start("verify", "meshwright.measure.verify.lead", [scratch], **{"PYTHONPATH": path, _RUNNING: "1"})
-        ended = started.follow(timeout_s, tick=lambda: _tell(started.out_path("verify"), tell))
+        ended = started.follow(timeout_s + _MARGIN_S, tick=lambda: _tell(started.out_path("verify"), tell))
         answer = folder / "answer.json"
         if ended is not None:
             log = started.log("verify")

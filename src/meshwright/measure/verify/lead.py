@@ -82,8 +82,8 @@ class _Lead:
                 self._fork(processes, "alone", lambda: run_in_one_process(prepared, engine, plain))
             ended = processes.follow(self._left_s, names=[*alone, *ranks], tick=self._watch)
             if ended is not None:
-                why = self._failure(processes, alone, ranks)
-                return failed(strategy, facts, self._sequence, why)
+                why, log = self._failure(processes, alone, ranks)
+                return failed(strategy, facts, self._sequence, why, log)
             made = {name: [self._folder / f"{rank}.{name}" for rank in ranks] for name in OPTIMIZERS}
             found = compare_runs(strategy, facts, self._sequence, made, {"engine": engine, "plain": plain})
             for places in made.values():
@@ -161,27 +161,33 @@ class _Lead:
 
         processes.fork(name, run)
 
-    def _failure(self, processes: LocalRanks, alone: list[str], ranks: list[str]) -> str:
-        """Why the ranks failed, in words, where one process does not fail.
+    def _failure(self, processes: LocalRanks, alone: list[str], ranks: list[str]) -> tuple[str, str]:
+        """Why the ranks failed, in words and by the log of the first, where one process does not fail.
 
         Raises:
             MeshwrightError: a mistake of the user's: the model fails in one process too, or the engine refuses it.
         """
         time.sleep(_GRACE_S)
         records = {name: record for name in ranks if (record := self._record(name)) is not None}
-        ended = processes.follow(0.0, names=ranks)
+        states = [state for name in ranks if (state := processes.follow(0.0, names=[name])) is not None]
+        states.sort(key=lambda state: state.exit_code is None)  # those that still run were not the first to fail
+        died = [state for state in states if state.name not in records and (state.exit_code or 0) < 0]
         processes.end(ranks)
+        # One that died explains what the others then say of a lost connection.
+        ended = next(iter(died or states), None)
+        told = min(records, key=lambda name: records[name]["at_s"]) if records and not died else ""
+        first = told or (ended.name if ended else "")
+        if first in records and records[first]["known"]:
+            raise _rebuilt(records[first])
         if alone and processes.follow(self._left_s, names=alone, tick=self._watch) is not None:
             raise self._error("alone") or ConfigError(
                 "the model was not done in one process in time", fix="give a smaller model, or a longer --timeout"
             )
-        if records:
-            name = min(records, key=lambda name: records[name]["at_s"])
-            record = records[name]
-            if record["known"]:
-                raise _rebuilt(record)
-            return f"{name.replace('-', ' ')} of {len(ranks)} raised {record['kind']}: {record['what'].strip()}"
-        return "the ranks were not done in time" if ended is None else f"{ended.name.replace('-', ' ')} {ended.how}"
+        who, log = f"{first.replace('-', ' ')} of {len(ranks)}", processes.log(first)
+        if first in records:
+            lines = records[first]["what"].strip().splitlines() or ["without a text"]
+            return f"{who} raised {records[first]['kind']}: {lines[0]}", log
+        return f"{who} {ended.how if ended else 'was not done in time'}", log
 
     def _error(self, name: str) -> MeshwrightError | None:
         """What a process has raised, as an error of the user's model."""

@@ -20,6 +20,8 @@ __all__ = ["compare_runs", "copy_of", "failed"]
 
 _ENGINE, _PLAIN = "one process, the same microbatches", "plain PyTorch, the whole batch"
 _MOST_TOLD = 20
+#: What is told first: a wrong tensor explains a wrong norm, and a wrong start everything.
+_ORDER = ("initial", "steps", "weight", "gradient", "update", "scalar", "report")
 
 
 def copy_of(facts: Facts) -> Copy:
@@ -36,7 +38,7 @@ def copy_of(facts: Facts) -> Copy:
     )
 
 
-def failed(strategy: Strategy, facts: Facts, sequence: int, why: str) -> Verified:
+def failed(strategy: Strategy, facts: Facts, sequence: int, why: str, log: str) -> Verified:
     """A verification whose ranks did not come to an end, where one process did."""
     return Verified(
         strategy=str(strategy),
@@ -45,6 +47,7 @@ def failed(strategy: Strategy, facts: Facts, sequence: int, why: str) -> Verifie
         global_batch=job_of(strategy, sequence).global_batch,
         against={},
         failure=why,
+        log=log,
     )
 
 
@@ -57,21 +60,27 @@ class _Found:
     """By kind and module (or scalar)."""
     against: dict[str, float] = field(default_factory=dict)
     worst: tuple[float, str, Mismatch | None] = (-1.0, "", None)
-    beyond: dict[str, float] = field(default_factory=dict)
-    """Mismatches in words, and by how much."""
+    beyond: dict[tuple[int, int, str], tuple[float, str]] = field(default_factory=dict)
+    """Mismatches by step, kind and name: by how much at the most, and in words."""
 
     def note(self, entry: Mismatch, reference: str, optimizer: str) -> None:
         share = _share(entry)
         module = self.facts.modules.get(entry.name, (entry.name, "", 0))[0]
-        key = (entry.kind.split()[0], module)
-        self.largest[key] = max(self.largest.get(key, 0.0), share)
+        place = (entry.kind.split()[0], module)
+        self.largest[place] = max(self.largest.get(place, 0.0), share)
         self.against[reference] = max(self.against.get(reference, 0.0), share)
         words = f"{_named(entry)}, step {entry.step} of {optimizer}"
         if share > self.worst[0]:
             self.worst = (share, words, entry)
         if not entry.within:
+            key = (entry.step, _ORDER.index(entry.kind.split()[0]), entry.name)
             told = f"{words}: {entry.error:.2g} where {entry.bound:.2g} is allowed, against {reference}"
-            self.beyond[told] = share
+            self.beyond[key] = max(self.beyond.get(key, (0.0, "")), (share, told))
+
+    def told(self) -> tuple[str, ...]:
+        """Mismatches in words: those of the earliest step first, of one step the tensors, the most wrong first."""
+        found = sorted(self.beyond.items(), key=lambda item: (*item[0][:2], -item[1][0]))
+        return tuple(words for _, (_, words) in found[:_MOST_TOLD])
 
 
 def compare_runs(
@@ -108,7 +117,8 @@ def compare_runs(
         worst_error=worst.error if worst else 0.0,
         worst_bound=worst.bound if worst else 0.0,
         clipped=clipped,
-        mismatches=tuple(sorted(found.beyond, key=lambda told: -found.beyond[told])[:_MOST_TOLD]),
+        mismatches=found.told(),
+        beyond=len(found.beyond),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -122,11 +123,13 @@ def _of_code(asked: Mapping[str, Any], sequence: int) -> Subject:
     torch.set_default_dtype(torch.float64)  # what a forward makes by itself goes with the parameters
     if asked["kind"] == "module":
         return _of_module(name, torch.load(asked["file"], weights_only=False), sequence)
-    light = load_built(asked["text"])
+    light, function = None, load_function(asked["text"])
+    with contextlib.suppress(MeshwrightError):  # what cannot be built without values is built with them
+        light = load_built(asked["text"])
     _require_small(light[0] if isinstance(light, tuple) and light else light, name, "function")
     torch.manual_seed(5)
     try:
-        built = load_function(asked["text"])()
+        built = function()
     except MeshwrightError:
         raise
     except Exception as error:
