@@ -56,7 +56,9 @@ def test_what_is_rotated_is_even(part: float) -> None:
 
 def test_rotations_with_factors_keep_one_for_each_frequency() -> None:
     factors = [1.0 + index for index in range(64)]
-    made = small(rope_parameters={"rope_type": "longrope", "short_factor": factors, "long_factor": factors})
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    made = reduce_config(LLAMA | {"rope_scaling": rope}, LLAMA | {"rope_parameters": rope}, depth=3, sequence=17).table
+    assert "rope_scaling" not in made
     turned = made["hidden_size"] // made["num_attention_heads"] // 2
     assert len(made["rope_parameters"]["short_factor"]) == turned
     assert made["rope_parameters"]["long_factor"][-1] == factors[64 * (turned - 1) // turned]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Mapping
@@ -78,8 +79,9 @@ def small_config(table: Mapping[str, Any], *, name: str, depth: int, sequence: i
 
 
 def _made(kind: Any, table: Mapping[str, Any], name: str) -> Any:
+    keys = {key: copy.deepcopy(value) for key, value in table.items() if key != "model_type"}  # tables in it are filled
     try:
-        return kind.from_dict({key: value for key, value in table.items() if key != "model_type"})
+        return kind.from_dict(keys)
     except Exception as error:
         raise ConfigError(
             f"config.json of {name} is refused by {kind.__name__}",

@@ -255,10 +255,8 @@ def _places(small: Reduced, values: Mapping[str, Any], sequence: int, size: int)
         for key in _LEARNED:
             _shrink(small, values, key, most)
     turned = int(size * _rotated(values)) // 2
-    for key in ("rope_parameters", "rope_scaling"):
-        if isinstance(values.get(key), Mapping):
-            small.table.pop(key, None)
     if isinstance(values.get("rope_parameters"), Mapping):
+        small.table.pop("rope_scaling", None)  # the name that older files have for it
         small.put("rope_parameters", None, _thinned(values["rope_parameters"], turned), told=False)
 
 
