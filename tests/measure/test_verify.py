@@ -219,6 +219,12 @@ def test_models_that_cannot_be_built_are_refused(model: Any, told: str) -> None:
         torch.set_default_dtype(dtype)
 
 
+def test_a_call_while_a_models_file_is_imported_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_VERIFYING", "1")
+    with pytest.raises(ConfigError, match="__main__"):
+        meshwright.verify("llama-3-8b", "dp=2")
+
+
 def test_a_builder_that_ranks_cannot_find_is_refused() -> None:
     with pytest.raises(ConfigError, match="<lambda>"):
         meshwright.verify(lambda: nn.Linear(2, 2), "dp=2")

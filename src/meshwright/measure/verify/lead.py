@@ -187,7 +187,10 @@ class _Lead:
         if first in records:
             lines = records[first]["what"].strip().splitlines() or ["without a text"]
             return f"{who} raised {records[first]['kind']}: {lines[0]}", log
-        return f"{who} {ended.how if ended else 'was not done in time'}", log
+        if ended is None or ended.exit_code is None:
+            late = [state.name.removeprefix("rank-") for state in states] or ["?"]
+            return f"not done in time by rank {', '.join(late)} of {len(ranks)}, as one process was", log
+        return f"{who} {ended.how}", log
 
     def _error(self, name: str) -> MeshwrightError | None:
         """What a process has raised, as an error of the user's model."""
