@@ -22,7 +22,7 @@ else
 endif
 
 .DEFAULT_GOAL = help
-.PHONY: help train test test-all check bench accuracy gpu-check active-environment
+.PHONY: help train test test-all check bench accuracy models gpu-check active-environment
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +49,9 @@ bench: $(READY) ## how long commands take to start, and schedules to be made
 
 accuracy: $(READY) ## predicted beside published: writes docs/accuracy.md
 	"$(BIN)/python" scripts/accuracy.py $(ARGS)
+
+models: $(READY) ## verify Hugging Face families under every ZeRO stage: writes docs/models.md
+	"$(BIN)/python" scripts/models.py $(ARGS)
 
 gpu-check: $(READY) ## prove on a GPU machine what CPUs cannot
 	"$(BIN)/python" scripts/gpu_check.py $(ARGS)

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
         UnsupportedCombination,
     )
     from meshwright.measure import describe_module, trace
+    from meshwright.measure.verify import verify
     from meshwright.runtime import Engine, MeanLoss, ModelLoss, StepReport
     from meshwright.spec import Cluster, Job, ModelSpec, OptimizerSpec, Plan, Strategy
+    from meshwright.spec.verified import Verified
     from meshwright.train.batches import Batches
     from meshwright.train.collate import Padding, pad, prompt_mask
     from meshwright.train.packing import Packing
@@ -50,12 +52,14 @@ __all__ = [
     "StepReport",
     "Strategy",
     "UnsupportedCombination",
+    "Verified",
     "__version__",
     "describe_module",
     "pad",
     "plan",
     "prompt_mask",
     "trace",
+    "verify",
 ]
 
 _HOME = {
@@ -80,11 +84,13 @@ _HOME = {
     "StepReport": "meshwright.runtime",
     "Strategy": "meshwright.spec",
     "UnsupportedCombination": "meshwright.errors",
+    "Verified": "meshwright.spec.verified",
     "describe_module": "meshwright.measure",
     "pad": "meshwright.train.collate",
     "plan": "meshwright.api",
     "prompt_mask": "meshwright.train.collate",
     "trace": "meshwright.measure",
+    "verify": "meshwright.measure.verify",
 }
 
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.measure.equality.records import Run
+from meshwright.measure.equality.tolerance import BF16_RATIO, distance
 from tests.harness.cases import Case, run_case, train_many
 from tests.harness.ranks import run_one
-from tests.harness.records import Run
-from tests.harness.tolerance import BF16_RATIO, distance
 
 SEEDS = range(5)
 BF16 = Case(dtype="float32", compute="bfloat16", source="module", accumulation=2, steps=1)

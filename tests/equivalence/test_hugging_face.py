@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshwright.measure.equality.float64 import float32_upcasts_stay_float64
 from meshwright.runtime import Engine, ModelLoss
 from meshwright.spec import Job, Strategy
-from tests.harness.float64 import float32_upcasts_stay_float64
 from tests.harness.hugging_face import FAMILIES, ROWS, TIED, make_model, rows_of
 from tests.harness.ranks import run_one, run_ranks
 

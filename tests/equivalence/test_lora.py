@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.measure.equality.float64 import float32_upcasts_stay_float64
 from meshwright.runtime import Engine, ModelLoss
 from meshwright.spec import Job, Strategy
 from tests.equivalence.test_structures import Steps, same, train
-from tests.harness.float64 import float32_upcasts_stay_float64
 from tests.harness.hugging_face import ROWS, make_model, rows_of
 from tests.harness.ranks import run_one, run_ranks
 

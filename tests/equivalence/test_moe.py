@@ -11,10 +11,10 @@ import transformers as hf
 from torch import Tensor, nn
 
 from meshwright import ConfigError
+from meshwright.measure.equality.float64 import float32_upcasts_stay_float64
 from meshwright.runtime import Engine
 from meshwright.spec import Job, Strategy
 from tests.equivalence.test_structures import JOB, Steps, same, train
-from tests.harness.float64 import float32_upcasts_stay_float64
 from tests.harness.ranks import run_one, run_ranks
 
 EXPERTS = 3

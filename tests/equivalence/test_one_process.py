@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.measure.equality.tolerance import show
 from tests.harness.cases import Case, assert_equal, check, differences, run_case
 from tests.harness.plain import run_plain
 from tests.harness.ranks import run_one
-from tests.harness.tolerance import show
 
 PLAIN = [
     *(

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright import Batches, Engine, Job, ModelLoss, Packing, Padding, Strategy
-from tests.harness.float64 import float32_upcasts_stay_float64
+from meshwright.measure.equality.float64 import float32_upcasts_stay_float64
+from meshwright.measure.equality.tolerance import FLOAT64
 from tests.harness.hugging_face import make_model
 from tests.harness.ranks import run_one, run_ranks
-from tests.harness.tolerance import FLOAT64
 
 Result = tuple[float, float, dict[str, Tensor]]
 #: What computes attention, and what is done with the sequences.
@@ -114,7 +114,7 @@ def norm(tensor: Any) -> float:
 
 
 def error_of(result: Result, wanted: Result) -> float:
-    """The largest error over its tolerance, of the loss and of each gradient (see `tests.harness.tolerance`)."""
+    """The largest error over its tolerance, of the loss and of each gradient (`measure.equality.tolerance`)."""
     return max(errors_of(result, wanted).values())
 
 

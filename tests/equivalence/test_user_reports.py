@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import ConfigError, UnsupportedCombination
+from meshwright.measure.equality.records import Run, join
+from meshwright.measure.equality.tolerance import distance
 from meshwright.runtime import Engine
 from meshwright.spec import Strategy
 from tests.harness.cases import (
@@ -26,8 +28,6 @@ from tests.harness.cases import (
 from tests.harness.models import VALID_TOKENS, builder, loss_of
 from tests.harness.plain import run_plain
 from tests.harness.ranks import run_one, run_ranks
-from tests.harness.records import Run, join
-from tests.harness.tolerance import distance
 
 STAGES = (0, 1, 2, 3)
 

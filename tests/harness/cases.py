@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
+from meshwright.measure.equality.recording import record
+from meshwright.measure.equality.records import Run, join
+from meshwright.measure.equality.tolerance import Mismatch, compare, show
 from meshwright.runtime import Engine
 from meshwright.spec import Job, Strategy
-from tests.harness.float64 import float32_upcasts_stay_float64
 from tests.harness.models import builder, loss_of, make_batch
 from tests.harness.ranks import run_one, run_ranks
-from tests.harness.records import Piece, Run, Step, join, piece
-from tests.harness.tolerance import Mismatch, compare, show
 
 __all__ = [
     "Case",
@@ -187,44 +186,8 @@ def run_case(case: Case) -> Run:
 
 def run_engine(engine: Engine, case: Case, batches: Sequence[Any] = ()) -> Run:
     """The steps of an engine that was built for the case, recorded; on the case's own batches if none are given."""
-    captured: dict[str, Tensor | None] = {}
-
-    def capture(gradients: dict[str, Tensor | None]) -> None:
-        captured.clear()
-        captured.update({name: None if tensor is None else piece(tensor) for name, tensor in gradients.items()})
-
-    engine.on_gradients = capture
-    before = values(engine)
-    run = Run(before, [])
-    for batch in batches or [case.batch(number) for number in range(case.steps)]:
-        with float32_upcasts_stay_float64() if case.dtype == "float64" else nullcontext():
-            report = engine.step(_share(batch, case))
-        after = values(engine)
-        run.steps.append(
-            Step(
-                loss=report.loss,
-                weight=report.weight,
-                grad_norm=report.grad_norm,
-                clipped_norm=report.clipped_norm,
-                gradients=dict(captured),
-                updates={name: moved(after[name], before[name]) for name in after},
-                collectives=report.collectives,
-            )
-        )
-        before = after
-    return run
-
-
-def values(engine: Engine) -> dict[str, Tensor]:
-    """This rank's parts of the engine's parameters."""
-    return {name: piece(parameter) for name, parameter in engine.model.named_parameters()}  # type: ignore[misc]
-
-
-def moved(after: Any, before: Any) -> Any:
-    """The difference of two parts of a parameter."""
-    if isinstance(after, Piece):
-        return replace(after, tensor=after.tensor - before.tensor)
-    return after - before
+    given = batches or [case.batch(number) for number in range(case.steps)]
+    return record(engine, [_share(batch, case) for batch in given], float64=case.dtype == "float64")
 
 
 def _share(batch: Any, case: Case) -> Any:

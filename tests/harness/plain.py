@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from meshwright.measure.equality.float64 import float32_upcasts_stay_float64
+from meshwright.measure.equality.records import Run, Step
 from tests.harness.cases import SEQUENCE, Case, halve, make_optimizer, real_model
-from tests.harness.float64 import float32_upcasts_stay_float64
 from tests.harness.models import VALID_TOKENS, loss_of
-from tests.harness.records import Run, Step
 
 __all__ = ["run_plain"]
 

@@ -3,8 +3,8 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.measure.equality.float64 import float32_upcasts_stay_float64
 from tests.harness.cases import Case, differences, run_case
-from tests.harness.float64 import float32_upcasts_stay_float64
 from tests.harness.plain import run_plain
 from tests.harness.ranks import run_one
 

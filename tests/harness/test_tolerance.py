@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from meshwright.measure.equality.records import Run
 from tests.harness.cases import Case, differences, run_case
 from tests.harness.ranks import run_one
-from tests.harness.records import Run
 
 CASE = Case(world=1, clip=0.1)
 

@@ -14,6 +14,7 @@ from meshwright.cli.estimate import estimate
 from meshwright.cli.generate import generate
 from meshwright.cli.plan import plan
 from meshwright.cli.train import train
+from meshwright.cli.verify import verify
 from meshwright.errors import MeshwrightError, RankFailure
 
 __all__ = ["app", "main"]
@@ -51,7 +52,7 @@ def app() -> None:
     """All commands."""
 
 
-for command in (train, plan, estimate, generate, calibrate, accuracy):
+for command in (train, plan, estimate, verify, generate, calibrate, accuracy):
     app.add_command(command)
 
 

@@ -6,7 +6,9 @@ import click
 
 __all__ = ["estimate"]
 
-_MODEL = "MODEL is a known model (llama-3-70b), a config.json or its folder, or package.module:function."
+_MODEL = (
+    "MODEL is a known model (llama-3-70b), a config.json or its folder, package.module:function or file.py:function."
+)
 _CLUSTER = "Machines: 8xH100-80GB:4 (4 nodes of 8), a TOML file, or 'this'."
 _STRATEGY = "The strategy ('dp=8 tp=8 pp=4 schedule=1f1b zero=1')."
 _SET = "Change a value of the job (job.compute_dtype=float32)."

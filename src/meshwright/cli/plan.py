@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 _MODEL = (
-    "MODEL is a known model (llama-3-70b), a config.json or its folder, package.module:function, or a job file "
-    "(JOB.toml). Without one, the built-in job."
+    "MODEL is a known model (llama-3-70b), a config.json or its folder, package.module:function, file.py:function, or "
+    "a job file (JOB.toml). Without one, the built-in job."
 )
 _CLUSTER = "Machines: 8xH100-80GB:4 (4 nodes of 8), a TOML file, or 'this'.  [default: the job file's, else this]"
 _EXECUTABLE = (

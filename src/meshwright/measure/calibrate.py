@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
@@ -17,6 +13,7 @@ from typing import Any
 
 from meshwright.errors import ConfigError, RankFailure
 from meshwright.measure.fits import bandwidth, efficiency, fit_link, peaks
+from meshwright.measure.local_ranks import LocalRanks
 from meshwright.spec import Cluster, Link, NodeGroup
 from meshwright.spec.machine import plain_machine
 
@@ -61,51 +58,30 @@ def calibrate(*, ranks: int = 0, tiny: bool = False, progress: Progress | None =
 
 def _run(ranks: int, rounds: int, kind: str, progress: Progress) -> list[dict[str, Any]]:
     """Start the ranks, follow rank 0, and read what each has found."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     progress("starting", 0, 1)
-    with tempfile.TemporaryDirectory(prefix="meshwright-calibrate-") as scratch:
-        folder = Path(scratch)
-        processes = []
-        try:
-            for rank in range(ranks):
-                arguments = [str(rank), str(ranks), scratch, str(rounds), kind]
-                with (folder / f"rank-{rank}.log").open("w") as log, (folder / f"rank-{rank}.out").open("w") as out:
-                    processes.append(
-                        subprocess.Popen(
-                            [sys.executable, "-m", "meshwright.measure.probe_rank", *arguments],
-                            stdout=out,
-                            stderr=log,
-                            env={**environment, "LOCAL_RANK": str(rank)},
-                        )
-                    )
-            _follow(processes, folder, progress)
-            return [json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-
-
-def _follow(processes: list[subprocess.Popen[bytes]], folder: Path, progress: Progress) -> None:
-    deadline = time.monotonic() + _TIMEOUT_S
-    while any(process.poll() is None for process in processes):
-        failed = next((rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)), None)
-        if failed is not None or time.monotonic() > deadline:
-            break
-        lines = (folder / "rank-0.out").read_text(encoding="utf-8").splitlines()
-        if lines:
-            last = json.loads(lines[-1]) if lines[-1].endswith("}") else None
-            if last is not None:
-                progress(last["what"], last["done"], last["of"])
-        time.sleep(0.1)
-    for rank, process in enumerate(processes):
-        if process.poll() != 0:
-            log = (folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace").strip()
+    with tempfile.TemporaryDirectory(prefix="meshwright-calibrate-") as scratch, LocalRanks(Path(scratch)) as started:
+        names = [f"rank-{rank}" for rank in range(ranks)]
+        for rank, name in enumerate(names):
+            arguments = [str(rank), str(ranks), scratch, str(rounds), kind]
+            started.start(name, "meshwright.measure.probe_rank", arguments, LOCAL_RANK=str(rank))
+        ended = started.follow(_TIMEOUT_S, tick=lambda: _tell(started.out_path(names[0]), progress))
+        if ended is not None:
+            log = started.log(ended.name)
             raise RankFailure(
-                f"rank {rank} of the measurement {'was not done in time' if process.poll() is None else 'failed'}",
-                why=log.splitlines()[-1] if log else f"exit code {process.poll()}",
+                f"rank {names.index(ended.name)} of the measurement "
+                + ("was not done in time" if ended.exit_code is None else "failed"),
+                why=log.splitlines()[-1] if log else f"exit code {ended.exit_code}",
                 fix="try again with fewer ranks (--ranks), or describe the machine in a TOML file",
             )
+        return [json.loads((Path(scratch) / f"{name}.json").read_text(encoding="utf-8")) for name in names]
+
+
+def _tell(out: Path, progress: Progress) -> None:
+    """How far rank 0 is, by its last whole line."""
+    lines = out.read_text(encoding="utf-8").splitlines()
+    if lines and lines[-1].endswith("}"):
+        last = json.loads(lines[-1])
+        progress(last["what"], last["done"], last["of"])
 
 
 def _cluster(plain: Cluster, group: NodeGroup, ranks: int, answers: list[dict[str, Any]]) -> Cluster:

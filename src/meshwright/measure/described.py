@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.measure.kernels import Kernels
 from meshwright.measure.target import ModelLike, load_model
-from meshwright.measure.trace import trace
+from meshwright.measure.traced import trace
 from meshwright.runtime.loss import LossFunction
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec

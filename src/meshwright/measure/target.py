@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,21 +23,22 @@ ModelLike = nn.Module | Callable[[], nn.Module] | str
 
 
 def load_function(text: str) -> Callable[..., Any]:
-    """The function that `package.module:function` names; modules of the working folder are found too.
+    """The function that `package.module:function` or `file.py:function` names; modules of the working folder, and of
+    the file's, are found too.
 
     Raises:
         ConfigError: the text has another form, the module cannot be imported, or has no such function.
     """
-    module_name, colon, name = text.partition(":")
+    module_name, colon, name = text.rpartition(":")
     if not colon or not module_name or not name:
         raise ConfigError(
             f"{text!r} does not name a function",
-            fix="write package.module:function, for example my_project.models:build",
+            fix="write package.module:function or file.py:function, for example my_project.models:build",
         )
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        module = _of_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
     except Exception as error:
         raise ConfigError(
             f"module {module_name} of {text} cannot be imported",
@@ -55,6 +59,28 @@ def load_function(text: str) -> Callable[..., Any]:
         )
     function: Callable[..., Any] = found
     return function
+
+
+def _of_file(path: Path) -> ModuleType:
+    """The module in a file, imported under the file's name."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    path = path.resolve()
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem if known is None else f"_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module
 
 
 def load_model(model: ModelLike) -> nn.Module:

@@ -15,13 +15,14 @@ from typing import Any
 from meshwright.errors import ConfigError
 from meshwright.spec.families import DecoderModel, Described, read_config
 
-__all__ = ["KnownModel", "find_model", "known_model", "known_models", "named_model"]
+__all__ = ["KnownModel", "find_model", "is_function", "is_path", "known_model", "known_models", "named_model"]
 
 _DATA = Path(__file__).with_name("models.toml")
 #: Words around a name that change nothing of the shape: organisations' prefixes, kinds of tuning, file formats.
 _NOISE = re.compile("meta|openai|community|instruct|chat|base|pt|hf|it|fp16|bf16|model")
 _WORD = re.compile(r"[a-z]+|[0-9][0-9.]*[a-z0-9]*")
 _MOST_NAMED = 8
+_FUNCTION = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +109,18 @@ def find_model(source: str | Path | Mapping[str, Any]) -> Described:
     """
     if isinstance(source, Mapping):
         return read_config(source)
-    if isinstance(source, Path) or _is_path(source):
+    if isinstance(source, Path) or is_path(source):
         return read_config(Path(source).expanduser())
     return known_model(source)
 
 
-def _is_path(text: str) -> bool:
+def is_function(text: str) -> bool:
+    """Whether a text has the form `package.module:function` or `file.py:function`, and is no file."""
+    return bool(_FUNCTION.fullmatch(text)) and not Path(text).exists()
+
+
+def is_path(text: str) -> bool:
+    """Whether a text is taken for a path, as `find_model` does."""
     if "\0" in text or not text.strip():
         return False
     try:

@@ -16,7 +16,7 @@ from meshwright.errors import ConfigError
 from meshwright.spec.families.config import Keys
 from meshwright.spec.families.described import DecoderModel, Described
 
-__all__ = ["FAMILIES", "DecoderModel", "Described", "read_config"]
+__all__ = ["FAMILIES", "DecoderModel", "Described", "read_config", "read_table"]
 
 #: By model_type: the start of its classes' names, and the function that describes it, which is loaded when it is asked
 #: for.
@@ -53,7 +53,7 @@ def read_config(source: str | Path | Mapping[str, Any], *, name: str = "") -> De
     Raises:
         ConfigError: there is no such file, it is no JSON table, or something in it is not understood.
     """
-    table, found = (source, "") if isinstance(source, Mapping) else _load(Path(source))
+    table, found = (source, "") if isinstance(source, Mapping) else read_table(Path(source))
     name = name or found
     family = table.get("model_type")
     if not isinstance(family, str):
@@ -89,8 +89,12 @@ def read_config(source: str | Path | Mapping[str, Any], *, name: str = "") -> De
     return model
 
 
-def _load(path: Path) -> tuple[Mapping[str, Any], str]:
-    """The table of a file or folder, and the model's name."""
+def read_table(path: Path) -> tuple[Mapping[str, Any], str]:
+    """The table of a `config.json` or of the folder it lies in, and the model's name.
+
+    Raises:
+        ConfigError: there is no such file, or it is no JSON table.
+    """
     file = path / "config.json" if path.is_dir() else path
     try:
         table = json.loads(file.read_text(encoding="utf-8"))

@@ -75,7 +75,7 @@ def join(runs: Sequence[Run]) -> list[Run]:
     """
     replicas: dict[object, list[Run]] = {}
     for rank, run in enumerate(runs):
-        first = next(iter(run.initial.values()))
+        first: object = next(iter(run.initial.values()))
         replicas.setdefault(first.replica if isinstance(first, Piece) else rank, []).append(run)
     joined: dict[int, Run] = {}
     for members in replicas.values():

@@ -1,4 +1,4 @@
-"""How close is close: every tolerance of the equivalence checks, in this one place. None is ever loosened.
+"""How close is close: every tolerance by which runs are equal, in this one place. None is ever loosened.
 
 In float64 a run equals its reference up to the order of summation. Bounds are relative per tensor, with a floor that
 scales with all gradients together: some true gradients are zero (biases of attention keys), and what stands there is
@@ -18,9 +18,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.harness.records import Run, Step
+from meshwright.measure.equality.records import Run, Step
 
-__all__ = ["BF16_RATIO", "Mismatch", "Tolerance", "compare", "distance", "show"]
+__all__ = [
+    "ADAMW_DEFAULT_EPS_UPDATE",
+    "BF16_RATIO",
+    "FLOAT32",
+    "FLOAT64",
+    "Mismatch",
+    "Tolerance",
+    "compare",
+    "deviations",
+    "distance",
+    "show",
+]
 
 #: bf16: the error of all gradients together against float64, over that of one process in bf16 (mean of five seeds).
 BF16_RATIO = 1.1
@@ -48,7 +59,7 @@ ADAMW_DEFAULT_EPS_UPDATE = 1e-6
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One value that is not what it should be: `kind` says what sort of value, `name` which, with the step."""
+    """How far one value is from what it should be: `kind` says what sort of value, `name` which, with the step."""
 
     kind: str
     name: str
@@ -56,12 +67,23 @@ class Mismatch:
     error: float
     bound: float
 
+    @property
+    def within(self) -> bool:
+        """Whether that is within the tolerance; what is not a number is not."""
+        return self.error <= self.bound
+
     def __str__(self) -> str:
         return f"step {self.step} {self.kind} {self.name}: error {self.error:.3g} is above {self.bound:.3g}"
 
 
 def compare(run: Run, reference: Run, *, dtype: str, optimizer: str, learning_rate: float) -> list[Mismatch]:
-    """Every value of a run that differs from the reference by more than the tolerance.
+    """Every value of a run that differs from the reference by more than the tolerance. Arguments: see `deviations`."""
+    found = deviations(run, reference, dtype=dtype, optimizer=optimizer, learning_rate=learning_rate)
+    return [deviation for deviation in found if not deviation.within]
+
+
+def deviations(run: Run, reference: Run, *, dtype: str, optimizer: str, learning_rate: float) -> Iterator[Mismatch]:
+    """How far every value of a run is from the reference, those within the tolerance too.
 
     Args:
         run: what is checked.
@@ -71,18 +93,17 @@ def compare(run: Run, reference: Run, *, dtype: str, optimizer: str, learning_ra
         learning_rate: the optimizer's.
     """
     tolerance = {"float64": FLOAT64, "float32": FLOAT32}[dtype]
-    found = list(_initial(run, reference))
+    yield from _initial(run, reference)
     if len(run.steps) != len(reference.steps):
-        found.append(Mismatch("steps", "count", 0, len(run.steps), len(reference.steps)))
+        yield Mismatch("steps", "count", 0, math.inf, 0.0)
     amplified = dtype == "float32" and optimizer != "sgd"
     for number, (step, wanted) in enumerate(zip(run.steps, reference.steps, strict=False), 1):
         same_weights = number == 1 or not amplified
-        found.extend(_scalars(step, wanted, number, tolerance, ("grad_norm", "clipped_norm") if same_weights else ()))
+        yield from _scalars(step, wanted, number, tolerance, ("grad_norm", "clipped_norm") if same_weights else ())
         if same_weights:
-            found.extend(_gradients(step, wanted, number, tolerance))
+            yield from _gradients(step, wanted, number, tolerance)
         if not amplified:
-            found.extend(_updates(step, wanted, number, tolerance, optimizer, learning_rate))
-    return found
+            yield from _updates(step, wanted, number, tolerance, optimizer, learning_rate)
 
 
 def show(mismatches: Sequence[Mismatch], most: int = 12) -> str:
@@ -109,18 +130,16 @@ def _initial(run: Run, reference: Run) -> Iterator[Mismatch]:
     """Initial weights are the same numbers in every layout, to the bit."""
     yield from _names("initial", run.initial, reference.initial, 0)
     for name in sorted(run.initial.keys() & reference.initial.keys()):
-        if not torch.equal(run.initial[name], reference.initial[name]):
-            yield Mismatch("initial", name, 0, _norm(run.initial[name] - reference.initial[name]), 0.0)
+        found, wanted = run.initial[name], reference.initial[name]
+        if not torch.equal(found, wanted):  # what is not a number is not equal either
+            yield Mismatch("initial", name, 0, _norm(found - wanted) or math.nan, 0.0)
 
 
 def _scalars(step: Step, wanted: Step, number: int, tolerance: Tolerance, norms: tuple[str, ...]) -> Iterator[Mismatch]:
-    if step.weight != wanted.weight:
-        yield Mismatch("weight", "of the loss", number, abs(step.weight - wanted.weight), 0.0)
+    yield Mismatch("weight", "of the loss", number, abs(step.weight - wanted.weight), 0.0)
     for name in ("loss", *norms):
         value, right = getattr(step, name), getattr(wanted, name)
-        error, bound = abs(value - right), tolerance.scalar * abs(right)
-        if not error <= bound:
-            yield Mismatch("scalar", name, number, error, bound)
+        yield Mismatch("scalar", name, number, abs(value - right), tolerance.scalar * abs(right))
 
 
 def _gradients(step: Step, wanted: Step, number: int, tolerance: Tolerance) -> Iterator[Mismatch]:
@@ -128,18 +147,16 @@ def _gradients(step: Step, wanted: Step, number: int, tolerance: Tolerance) -> I
     whole = distance(wanted.gradients, {})
     if tolerance.together:
         error, bound = distance(step.gradients, wanted.gradients), tolerance.gradient * whole
-        if not error <= bound:
-            yield Mismatch("gradient", _worst(step.gradients, wanted.gradients), number, error, bound)
+        yield Mismatch("gradient", _worst(step.gradients, wanted.gradients), number, error, bound)
     for name in sorted(step.gradients.keys() & wanted.gradients.keys()):
         gradient, right = step.gradients[name], wanted.gradients[name]
         if gradient is None or right is None:
             if gradient is not right:
                 yield Mismatch("gradient", name, number, math.inf, 0.0)
             continue
-        error = _norm(gradient - right)
-        bound = tolerance.gradient * _norm(right) + tolerance.gradient_floor * whole
-        if not tolerance.together and not error <= bound:
-            yield Mismatch("gradient", name, number, error, bound)
+        if not tolerance.together:
+            bound = tolerance.gradient * _norm(right) + tolerance.gradient_floor * whole
+            yield Mismatch("gradient", name, number, _norm(gradient - right), bound)
 
 
 def _updates(
@@ -149,16 +166,13 @@ def _updates(
     if optimizer == "adamw-default-eps" or tolerance.together:
         share = ADAMW_DEFAULT_EPS_UPDATE if optimizer == "adamw-default-eps" else tolerance.update
         error, bound = distance(step.updates, wanted.updates), share * distance(wanted.updates, {})
-        if not error <= bound:
-            yield Mismatch("update", _worst(step.updates, wanted.updates), number, error, bound)
+        yield Mismatch("update", _worst(step.updates, wanted.updates), number, error, bound)
         return
     amplified = learning_rate * tolerance.gradient_floor * distance(wanted.gradients, {})
     amplified /= {"sgd": 1.0, "adamw": 1e-4}[optimizer]
     for name in sorted(step.updates.keys() & wanted.updates.keys()):
-        error = _norm(step.updates[name] - wanted.updates[name])
         bound = tolerance.update * _norm(wanted.updates[name]) + amplified
-        if not error <= bound:
-            yield Mismatch("update", name, number, error, bound)
+        yield Mismatch("update", name, number, _norm(step.updates[name] - wanted.updates[name]), bound)
 
 
 def _names(kind: str, found: Mapping[str, object], wanted: Mapping[str, object], number: int) -> Iterator[Mismatch]:
