@@ -160,8 +160,8 @@ def render(record: dict[str, Any]) -> str:
         f"## How labels are weighted\n\nThe step's loss is the mean over all that count, on whatever rank they lie:\n\n"
         f"{labels(every)}",
         f"## What else was done\n\n{remarks(every)}",
-        f"## What is refused\n\n{refused}\n- BatchNorm under data parallelism: its statistics would depend on the "
-        "number of ranks.",
+        f"## What is refused\n\n{refused}\n- Batch norms: `SyncBatchNorm` trains ([how](runtime.md#loss)), but one "
+        "process with the same microbatches has other rows to normalise over.",
         f"## Modules that were covered\n\n{classes(every)}",
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"

@@ -171,6 +171,7 @@ def compare(row: Row) -> None:
         global_batch=row["world"] * row["microbatch"] * row["accumulation"],
         sequence=SEQUENCE,
         compute_dtype=row["compute"],
+        reduce_dtype=row.get("reduce", "float32"),
     )
     model = described(row["model"], row["tied"], row["compute"])
     memory = StepMemory(model, job, strategy).ranks[0]
@@ -209,6 +210,16 @@ def test_B6_a_model_that_nobody_saw_before_is_priced_from_its_trace(world: int, 
     """Search scripts carried hand-profiled constants of one model. Here nothing is known but the module itself."""
     row = {"model": "unseen", "world": world, "zero": zero, "shard": 0, "compute": compute, "recompute": "none"}
     compare(row | {"accumulation": 2, "microbatch": 2, "prefetch": 0, "unit_blocks": 1, "tied": False})
+
+
+@pytest.mark.parametrize(
+    ("world", "zero", "compute", "accumulation"),
+    [(2, 0, "float32", 2), (3, 0, "bfloat16", 1), (2, 1, "float32", 1), (2, 2, "bfloat16", 2), (3, 3, "float32", 2)],
+)
+def test_gradients_that_are_sent_in_bfloat16(world: int, zero: int, compute: str, accumulation: int) -> None:
+    row = {"model": "llama", "world": world, "zero": zero, "shard": 0, "compute": compute, "recompute": "none"}
+    row |= {"accumulation": accumulation, "microbatch": 1, "prefetch": 0, "unit_blocks": 1, "tied": False}
+    compare(row | {"reduce": "bfloat16"})
 
 
 @pytest.mark.parametrize(("world", "zero"), [(1, 0), (2, 3)])

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.measure.equality.float64 import float32_upcasts_stay_float64
 from meshwright.runtime import Engine, ModelLoss
 from meshwright.spec import Job, Strategy
+from tests.harness.every import every
 from tests.harness.hugging_face import FAMILIES, ROWS, TIED, make_model, rows_of
 from tests.harness.ranks import run_one, run_ranks
 
@@ -72,7 +73,7 @@ def norm(tensor: Any) -> float:
     return float(torch.linalg.vector_norm(tensor))
 
 
-@pytest.mark.parametrize(("name", "tied", "world", "zero"), LAID_OUT)
+@pytest.mark.parametrize(("name", "tied", "world", "zero"), every(CASES, LAID_OUT))
 def test_families_train_as_in_one_process(name: str, tied: bool, world: int, zero: int) -> None:
     wanted = run_one(in_one_piece, name, tied)
     for steps in run_ranks(world, by_engine, name, tied, zero):

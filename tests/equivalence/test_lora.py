@@ -14,6 +14,7 @@ from meshwright.measure.equality.float64 import float32_upcasts_stay_float64
 from meshwright.runtime import Engine, ModelLoss
 from meshwright.spec import Job, Strategy
 from tests.equivalence.test_structures import Steps, same, train
+from tests.harness.every import every
 from tests.harness.hugging_face import ROWS, make_model, rows_of
 from tests.harness.ranks import run_one, run_ranks
 
@@ -76,7 +77,10 @@ def in_one_piece(kind: str) -> tuple[Steps, int, int]:
 CASES = [(kind, *layout) for kind, layout in zip(KINDS, ((2, 3), (3, 1), (3, 3), (2, 2), (2, 3)), strict=True)]
 
 
-@pytest.mark.parametrize(("kind", "world", "zero"), [*CASES, ("head saved", 2, 0), ("head saved", 2, 3)])
+FAST = [*CASES, ("head saved", 2, 0), ("head saved", 2, 3)]
+
+
+@pytest.mark.parametrize(("kind", "world", "zero"), every([(kind,) for kind in KINDS], FAST))
 def test_J1_J2_adapters_and_saved_modules_train_on_a_frozen_model(kind: str, world: int, zero: int) -> None:
     wanted, trained, every = run_one(in_one_piece, kind)
     for steps, rest, peaks in run_ranks(world, by_engine, kind, zero):

@@ -15,6 +15,7 @@ from meshwright.measure.equality.float64 import float32_upcasts_stay_float64
 from meshwright.runtime import Engine
 from meshwright.spec import Job, Strategy
 from tests.equivalence.test_structures import JOB, Steps, same, train
+from tests.harness.every import every
 from tests.harness.ranks import run_one, run_ranks
 
 EXPERTS = 3
@@ -83,7 +84,7 @@ def by_engine(zero: int) -> Steps:
     return train(engine(built(4), zero), [rows(), rows()])
 
 
-@pytest.mark.parametrize(("world", "zero"), [(2, 0), (3, 1), (2, 2), (2, 3), (3, 3)])
+@pytest.mark.parametrize(("world", "zero"), every([()], [(3, 1), (2, 2), (3, 3)]))
 def test_E5_experts_without_tokens_on_some_ranks(world: int, zero: int) -> None:
     wanted = run_one(by_engine, 0)
     assert not any(".experts.2." in name for name in wanted[0][1]), "an expert that no rank used has no gradient"
@@ -142,7 +143,7 @@ def mixtral_steps(zero: int) -> Steps:
         return train(made, [{"input_ids": ids}, {"input_ids": ids}])
 
 
-@pytest.mark.parametrize(("world", "zero"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize(("world", "zero"), every([()], [(2, 3), (3, 2)]))
 def test_E5_mixtral_of_hugging_face(world: int, zero: int) -> None:
     wanted = run_one(mixtral_steps, 0)
     for steps in run_ranks(world, mixtral_steps, zero):

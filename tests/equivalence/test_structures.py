@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright import ConfigError, MeanLoss
+from meshwright import ConfigError, MeanLoss, RankFailure
 from meshwright.runtime import Engine, global_rank
 from meshwright.spec import Job, Strategy
 from tests.equivalence.structures import CASES, Case, Model, loss
+from tests.harness.every import every
 from tests.harness.ranks import run_one, run_ranks
 
 JOB = {"param_dtype": "float64", "compute_dtype": "float64", "reduce_dtype": "float64"}
@@ -86,14 +87,13 @@ def same(found: Steps, wanted: Steps) -> None:
         assert value == pytest.approx(right, rel=1e-12)
 
 
-LAYOUTS = ((2, 0, "none"), (3, 1, "none"), (2, 2, "full"), (3, 3, "none"), (2, 3, "full"))
-SPREAD = [(name, *LAYOUTS[i % 5]) for i, name in enumerate(CASES)] + [
-    (name, 3, 3, "none") for name in CASES if name != "nested list"
-]
+IN_TURN = (("none", 2, 0), ("none", 3, 1), ("full", 2, 2), ("none", 3, 3), ("full", 2, 3))
+SPREAD = {(name, *IN_TURN[index % 5]) for index, name in enumerate(CASES)} | {(name, "none", 3, 3) for name in CASES}
+BOTH = [(name, recompute) for name in CASES for recompute in ("none", "full")]
 
 
-@pytest.mark.parametrize(("name", "world", "zero", "recompute"), sorted(SPREAD))
-def test_models_of_any_structure(name: str, world: int, zero: int, recompute: str) -> None:
+@pytest.mark.parametrize(("name", "recompute", "world", "zero"), every(BOTH, sorted(SPREAD)))
+def test_models_of_any_structure(name: str, recompute: str, world: int, zero: int) -> None:
     wanted = run_one(in_one_piece, name)
     assert "never.weight" not in wanted[0][1]
     assert "blocks.0.frozen.weight" not in wanted[0][1]
@@ -182,8 +182,11 @@ def together(ranks: int, momentum: float | None) -> tuple[Steps, dict[str, Tenso
     return steps, {k: b.clone() for k, b in made.model.named_buffers()}, made.evaluate([pictures(3)])
 
 
-@pytest.mark.parametrize(("world", "zero", "momentum"), [(2, 0, 0.1), (3, 1, None), (2, 2, 0.1), (3, 3, 0.3)])
-def test_batch_norms_over_the_rows_of_all_ranks(world: int, zero: int, momentum: float | None) -> None:
+NORMS = every([(0.1,), (None,)], [(0.1, 2, 0), (None, 3, 1), (0.1, 2, 2), (0.1, 3, 3)])
+
+
+@pytest.mark.parametrize(("momentum", "world", "zero"), NORMS)
+def test_batch_norms_over_the_rows_of_all_ranks(momentum: float | None, world: int, zero: int) -> None:
     wanted, buffers, value = run_one(together, world, momentum)
     for steps, found, evaluated in run_ranks(world, synchronised, zero, momentum):
         same(steps, wanted)
@@ -247,3 +250,69 @@ def test_losses_that_can_be_taken_apart_are_not() -> None:
     for rule in (drawing, CLASSIFY, MeanLoss(lambda o, t: F.cross_entropy(o, t) + 5.0, weight=len)):
         made = engine(nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 7)).double(), rule, 8, microbatch=4)
         assert not made.step(classified()).skipped
+
+
+def refused_on_one() -> str:
+    """Rank 1 has one row, so it cannot try the loss; it is told."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 7)).double()
+    made = engine(model, contrastive, 8, microbatch=4)
+    made.batch_scope = "local"
+    rows = tuple(part[: 4 if global_rank() == 0 else 1] for part in classified())
+    with pytest.raises((ConfigError, RankFailure)) as caught:
+        list(made.steps([rows]))
+    return str(caught.value)
+
+
+def test_a_loss_that_one_rank_refuses_ends_all() -> None:
+    first, second = run_ranks(2, refused_on_one)
+    assert "the loss of two rows has the" in first
+    assert "failed on 1 other ranks" in second
+
+
+def test_a_loss_may_say_that_it_is_additive() -> None:
+    torch.manual_seed(0)
+
+    def timed(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        return F.cross_entropy(outputs, targets, reduction="sum") + 5.0, len(targets)
+
+    timed.additive = True  # type: ignore[attr-defined]
+    made = engine(nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 7)).double(), timed, 8, microbatch=4)
+    assert not made.step(classified()).skipped
+
+
+def norm_kinds(kind: str) -> str:
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    torch.manual_seed(0)
+    norm = {
+        "plain": nn.BatchNorm1d(6),
+        "untracked": nn.SyncBatchNorm(6, track_running_stats=False),
+        "instance": nn.InstanceNorm1d(6, track_running_stats=True),
+        "frozen": nn.BatchNorm1d(6).eval(),
+        "narrow": nn.SyncBatchNorm(6),
+        "plain, narrow": nn.BatchNorm1d(6),
+    }[kind]
+    model = nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 7))
+    compute = "bfloat16" if "narrow" in kind else "float32"
+    recompute = "full" if kind == "frozen" else "none"
+    job, layout = Job(global_batch=8, compute_dtype=compute), Strategy(dp=ranks, microbatch=4, recompute=recompute)  # type: ignore[arg-type]
+    rows = tuple(part.float() if part.is_floating_point() else part for part in classified())
+    try:
+        made = Engine(model, CLASSIFY, lambda p: torch.optim.SGD(p, lr=0.1), job, layout)
+        return f"{made.step(rows).skipped} {made.evaluate([rows]) > 0}"
+    except ConfigError as error:
+        return str(error)
+
+
+def test_kinds_of_norms_on_two_ranks() -> None:
+    said = {
+        "plain": "SyncBatchNorm.convert_sync_batchnorm",
+        "untracked": "keeps no running statistics",
+        "instance": "track_running_stats=False",
+        "frozen": "False True",
+        "narrow": "False True",
+    }
+    for kind, text in said.items():
+        assert all(text in found for found in run_ranks(2, norm_kinds, kind)), kind
+    assert run_ranks(1, norm_kinds, "narrow") == ["False True"]
+    assert run_one(norm_kinds, "plain, narrow") == "False True"

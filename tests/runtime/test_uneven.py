@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright import ConfigError, MeanLoss
+from meshwright import ConfigError, MeanLoss, RankFailure
 from meshwright.runtime import Engine, global_rank
 from meshwright.spec import Job, Strategy
+from tests.harness.every import every
 from tests.harness.hugging_face import make_model
 from tests.harness.ranks import run_one, run_ranks
 
@@ -90,8 +94,8 @@ def one_process(ranks: int) -> tuple[list[tuple[float, float, float]], dict[str,
     return reports, {name: p.detach() for name, p in made.named_parameters()}, seen
 
 
-@pytest.mark.parametrize(("zero", "world"), [(0, 2), (1, 3), (2, 3), (3, 2), (3, 3)])
-def test_steps_over_unequal_numbers_of_batches_and_rows(zero: int, world: int) -> None:
+@pytest.mark.parametrize(("world", "zero"), every([()], [(2, 0), (3, 1), (3, 2), (2, 3), (3, 3)]))
+def test_steps_over_unequal_numbers_of_batches_and_rows(world: int, zero: int) -> None:
     wanted, weights, samples = run_one(one_process, world)
     for reports, found, seen in run_ranks(world, uneven, zero):
         for name, weight in weights.items():
@@ -212,3 +216,124 @@ def fails_inside(zero: int) -> str:
 
 def test_E4_a_rank_that_fails_lets_the_others_end() -> None:
     assert run_ranks(2, fails_inside, 3) == ["a mistake between two forwards", "nothing"]
+
+
+# ------------------------------------------------------------------------------------- parts, mistakes, nested contexts
+
+
+def parts_then_step(zero: int, together: int, first: str) -> tuple[float, float]:
+    """Something odd inside `inference` on rank 0 alone, then a step."""
+    ranks, blocks = torch.distributed.get_world_size(), [f"blocks.{index}" for index in range(4)]
+    job = Job(global_batch=2 * ranks, **FLOAT64)
+    layout = Strategy(dp=ranks, zero=zero, microbatch=2, unit_blocks=together)
+    engine = Engine(model(), LOSS, lambda p: torch.optim.SGD(p, lr=0.1), job, layout, blocks=blocks)
+    generator = torch.Generator().manual_seed(1)
+    rows = (
+        torch.randn(2 * ranks, 6, generator=generator).double(),
+        torch.randint(0, 11, (2 * ranks,), generator=generator),
+    )
+    engine.step(rows)
+    with contextlib.suppress(ZeroDivisionError), engine.inference() as made:
+        if global_rank() == 0 and first == "a block":
+            made.blocks[1](rows[0])
+        elif global_rank() == 0 and first == "raises":
+            with mock.patch.object(made.blocks[2], "forward", side_effect=ZeroDivisionError):
+                made(rows[0])
+        elif first == "nested":
+            engine.evaluate([rows])
+            for _ in range(1 + global_rank()):
+                made(rows[0])
+    report = engine.step(rows)
+    return report.loss, report.grad_norm
+
+
+@pytest.mark.parametrize(
+    ("zero", "together", "first"),
+    [(3, 2, "a block"), (2, 2, "a block"), (3, 1, "raises"), (2, 1, "raises"), (3, 1, "nested"), (0, 1, "nested")],
+)
+def test_whatever_was_called_between_steps_the_next_step_is_right(zero: int, together: int, first: str) -> None:
+    wanted = run_ranks(2, parts_then_step, 0, 1, "nothing")[0]
+    for found in run_ranks(2, parts_then_step, zero, together, first):
+        assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def step_inside() -> str:
+    engine = Engine(model(), LOSS, lambda p: torch.optim.SGD(p, lr=0.1), Job(global_batch=4, **FLOAT64), Strategy())
+    with engine.inference(), pytest.raises(ConfigError) as caught:
+        engine.step((torch.zeros(4, 6).double(), torch.zeros(4).long()))
+    engine.step((torch.zeros(4, 6).double(), torch.zeros(4).long()))
+    return str(caught.value)
+
+
+def test_a_step_inside_of_inference_is_refused() -> None:
+    assert "a step inside of engine.inference()" in run_one(step_inside)
+
+
+def failing_batches(where: str) -> list[str]:
+    """Rank 1's batches raise: both ranks end, and rank 1 with its own error."""
+    said = []
+    for zero in (0, 3):
+        job = Job(global_batch=4, **FLOAT64)
+        engine = Engine(
+            model(), LOSS, lambda p: torch.optim.SGD(p, lr=0.1), job, Strategy(dp=2, zero=zero), batch_scope="local"
+        )
+
+        def batches() -> Iterator[Any]:
+            yield torch.zeros(2, 6).double(), torch.zeros(2).long()
+            if global_rank() == 1:
+                raise KeyError("a broken sample")
+            yield torch.zeros(2, 6).double(), torch.zeros(2).long()
+
+        with pytest.raises((KeyError, RankFailure)) as caught:
+            list(engine.steps(batches())) if where == "steps" else engine.evaluate(batches())
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("where", ["steps", "evaluate"])
+def test_batches_that_raise_on_one_rank_end_all(where: str) -> None:
+    others, own = run_ranks(2, failing_batches, where)
+    assert all("failed on 1 other ranks" in text for text in others)
+    assert all("a broken sample" in text for text in own)
+
+
+def other_numbers() -> str:
+    job = Job(global_batch=4, **FLOAT64)
+    engine = Engine(model(), LOSS, lambda p: torch.optim.SGD(p, lr=0.1), job, Strategy(dp=2))
+    whole = torch.zeros(4, 6).double(), torch.zeros(4).long()
+    with pytest.raises(ConfigError) as caught:
+        list(engine.steps([whole, whole] if global_rank() == 0 else [whole]))
+    return str(caught.value)
+
+
+def test_global_batches_that_differ_between_ranks_are_refused() -> None:
+    assert all("other numbers of rows than each other" in text for text in run_ranks(2, other_numbers))
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(2))
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = inputs + block(inputs)
+        return self.head(inputs)
+
+
+def dropped(scope: Any) -> list[float]:
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    torch.manual_seed(0)
+    job = Job(global_batch=8, **FLOAT64)
+    layout = Strategy(dp=ranks, microbatch=2)
+    engine = Engine(Dropping().double(), LOSS, lambda p: torch.optim.SGD(p, lr=0.1), job, layout, batch_scope=scope)
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(8, 6, generator=generator).double(), torch.randint(0, 11, (8,), generator=generator)
+    return [report.loss for report in engine.steps([rows, tuple(part[:5] for part in rows)])]
+
+
+def test_dropout_of_short_batches_does_not_depend_on_the_layout() -> None:
+    wanted = run_one(dropped, "global")
+    for found in run_ranks(2, dropped, "global"):
+        assert found == pytest.approx(wanted, rel=1e-12)

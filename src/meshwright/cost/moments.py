@@ -65,9 +65,8 @@ class StageMoments:
         self._strategy, self._recomputed = strategy, recomputed
         self._s, self._c = DTYPE_BYTES[job.param_dtype], DTYPE_BYTES[job.compute_dtype]
         self._r = DTYPE_BYTES[job.reduce_dtype]
-        #: Whole gradients are summed as they are stored; one unit of them at a time is copied to be sent narrower.
-        narrow = self._r < self._s and strategy.dp > 1 and not self.states.sharded
-        self._wire = self._r * max(self.states.trained, default=0) if narrow else 0
+        #: Bytes of a gradient's copy: whole ones are summed as they are stored, and sent narrower unit by unit.
+        self._wire = self._r if self._r < self._s and strategy.dp > 1 else 0
         self._batch, self._step = strategy.microbatch, strategy.unit_blocks
         self.layers = [block for block in stage.blocks if block.kind == "layer"]
         self._entrance = [block for block in stage.blocks if block.kind == "embedding"]
@@ -298,7 +297,8 @@ class StageMoments:
         states, c, r, index = self.states, self._c, self._r, unit or 0
         made = c * states.made[index] if moment == "leave" else 0
         if not states.sharded:
-            return self._s * states.train.all + self._wire, 0
+            sent = last and moment in ("leave", "reduce")
+            return self._s * states.train.all + (self._wire * states.trained[index] if sent else 0), 0
         if moment == "wait":
             carried = self.idle(begun=True, ended=False, earlier=earlier)
             return carried.gradients, carried.reduced

@@ -15,6 +15,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 # exported from a public module.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+# The classes above all batch norms, and above those and instance norms; only their children have public names (2.13).
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+
 # Sees every operation of a step; its module has no public name (2.13).
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +27,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "AllGather",
+    "BatchNormBase",
+    "NormBase",
     "ReduceScatter",
     "TorchDispatchMode",
     "WeakIdKeyDictionary",

@@ -17,19 +17,26 @@ __all__ = ["require_additive"]
 _CLOSE = 1e-2
 
 
-def require_additive(loss: LossFunction, outputs: Any, targets: Any) -> None:
+def require_additive(loss: LossFunction, outputs: Any, targets: Any, count: int) -> None:
     """Refuse a loss of two rows that is not the sum of the losses of each: it would depend on the microbatch and ranks.
 
     A loss is not tried where there is one row, where outputs are not a row for each, where it draws random numbers, or
-    where it fails on fewer rows. It is called four times on two rows, without gradients.
+    where it fails on fewer rows. It is called four times on two rows, without gradients. One that says so itself
+    (`loss.additive = True`) is not tried either.
+
+    Args:
+        loss: the engine's.
+        outputs: of a microbatch.
+        targets: of the same rows.
+        count: how many rows there are.
 
     Raises:
         ConfigError: with the three values.
     """
     tensors = find_tensors(outputs)
-    if not tensors or any(tensor.dim() == 0 or tensor.shape[0] != tensors[0].shape[0] for tensor in tensors):
+    if count < 2 or getattr(loss, "additive", False):
         return
-    if tensors[0].shape[0] < 2:
+    if not tensors or any(tensor.dim() == 0 or tensor.shape[0] != count for tensor in tensors):
         return
 
     def of(start: int, stop: int) -> tuple[float, float]:
@@ -52,7 +59,8 @@ def require_additive(loss: LossFunction, outputs: Any, targets: Any) -> None:
                 f"{first[index]:.6g} and {second[index]:.6g}, which is {parts:.6g} together",
                 why="rows are spread over microbatches and ranks, so its value would depend on how they are",
                 fix="return the sum over rows and their number; weigh what is added to it (a penalty) by that number; "
-                "a loss that compares rows with each other (contrastive) needs them in one row",
+                "a loss that compares rows with each other (contrastive) needs them in one row. Where rows are not "
+                "along the first dim of the outputs this test is wrong: set loss.additive = True",
             )
 
 

@@ -7,76 +7,94 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwright.errors import ConfigError
+from meshwright.runtime._torch import BatchNormBase, NormBase
 from meshwright.spec import Strategy
 
 __all__ = ["couple_batch_norms"]
 
 
-def couple_batch_norms(model: nn.Module, strategy: Strategy, device: torch.device) -> bool:
-    """Make the model's `SyncBatchNorm` modules run on this device; whether it has any in use.
+def couple_batch_norms(model: nn.Module, strategy: Strategy, device: torch.device, compute: torch.dtype) -> bool:
+    """Make the model's batch norms run on this device; whether some normalise over the rows of several ranks.
 
-    A microbatch is then normalised over its rows on all ranks, as one process does with `dp` times the microbatch.
+    With `SyncBatchNorm` a microbatch is normalised over its rows on all ranks, as one process does with `dp` times the
+    microbatch. Norms that are frozen (in evaluation mode inside a model that trains) look at no rows.
 
     Raises:
-        ConfigError: plain batch norms on several ranks, or batch norms that recompute would update twice.
+        ConfigError: running or plain statistics on several ranks, or statistics that recompute would update twice.
     """
-    found = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    if not found:
-        return False
-    name, module = next(iter(found.items()))
-    if strategy.recompute != "none":
-        raise ConfigError(
-            f"module {name} is a {type(module).__name__} and the strategy has recompute={strategy.recompute}",
-            why="a forward that runs twice updates its running statistics twice",
-            fix="set recompute=none, or use LayerNorm or GroupNorm",
-        )
-    plain = {name: type(m).__name__ for name, m in found.items() if not isinstance(m, nn.SyncBatchNorm)}
-    if plain and strategy.dp > 1:
-        name, kind = next(iter(plain.items()))
-        raise ConfigError(
-            f"module {name} is a {kind} and the strategy has dp={strategy.dp}",
-            why="its statistics are of each rank's own samples, so numbers would depend on the number of ranks",
-            fix="use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or LayerNorm or GroupNorm",
-        )
-    if device.type == "cpu" and strategy.dp > 1:
-        for module in found.values():
-            module.__class__ = _HostSyncBatchNorm
-    return strategy.dp > 1
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, NormBase)}
+    norms = {name: m for name, m in norms.items() if isinstance(m, BatchNormBase) or m.track_running_stats}
+    live = {name: module for name, module in norms.items() if module.training or not model.training}
+    for name, module in live.items():
+        named = f"module {name} is a {type(module).__name__} and the strategy has"
+        if strategy.recompute != "none" and module.track_running_stats:
+            raise ConfigError(
+                f"{named} recompute={strategy.recompute}",
+                why="a forward that runs twice updates its running statistics twice",
+                fix="set recompute=none, freeze it (module.eval() before the engine is built), or use GroupNorm",
+            )
+        if strategy.dp > 1 and not isinstance(module, nn.SyncBatchNorm):
+            raise ConfigError(
+                f"{named} dp={strategy.dp}",
+                why="its statistics are of each rank's own samples, so numbers would depend on the number of ranks",
+                fix="use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or LayerNorm or GroupNorm"
+                if isinstance(module, BatchNormBase)
+                else "build it with track_running_stats=False",
+            )
+        if strategy.dp > 1 and not module.track_running_stats:
+            raise ConfigError(
+                f"{named} dp={strategy.dp}, and it keeps no running statistics",
+                why="an evaluation would be of the rows that happen to be looked at together",
+                fix="build it with track_running_stats=True, or use GroupNorm",
+            )
+    if device.type == "cpu":
+        for module in norms.values():
+            _run_on_host(module, compute)
+    return strategy.dp > 1 and bool(live)
 
 
-class _HostSyncBatchNorm(nn.SyncBatchNorm):
-    """`torch.nn.SyncBatchNorm` where PyTorch has no kernel for it: the same formula by two all-reduces.
+def _run_on_host(module: NormBase, compute: torch.dtype) -> None:
+    """PyTorch (2.13) has no batch norm over ranks on CPUs, and none whose statistics are of another dtype."""
+    mean = module.running_mean
+    unlike = mean is not None and mean.dtype != compute
+    if isinstance(module, nn.SyncBatchNorm) or (isinstance(module, BatchNormBase) and unlike):
+        module.over_ranks = isinstance(module, nn.SyncBatchNorm)  # type: ignore[assignment]  # a flag of the class below
+        module.__class__ = _HostBatchNorm if not module.over_ranks else _HostSyncBatchNorm
 
-    Gradients are those of the sum of all ranks' losses, as everywhere in the engine.
-    """
+
+class _HostBatchNorm(BatchNormBase):
+    """Batch norm by its formula, statistics in float32 or wider whatever the input is."""
+
+    over_ranks = False
 
     def forward(self, input: Tensor) -> Tensor:  # the argument's name is PyTorch's
-        own_statistics = self.training or self.running_mean is None
-        if not own_statistics or not dist.is_initialized():
-            return nn.functional.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, own_statistics, 0.0, self.eps
-            )
         dims = [0, *range(2, input.dim())]
         shape = [1, -1, *[1] * (input.dim() - 2)]
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
-        rows = wide.new_tensor([input.numel() / input.size(1)])
-        total = _sum_over_ranks(torch.cat([wide.sum(dims), rows]))
-        count = total[-1].detach()
-        mean = total[:-1] / count
-        centred = wide - mean.view(shape)
-        variance = _sum_over_ranks(centred.square().sum(dims)) / count
-        self._remember(mean.detach(), variance.detach(), float(count))
+        if self.training or self.running_mean is None or self.running_var is None:
+            rows = wide.new_tensor([input.numel() / input.size(1)])
+            total = self._sum(torch.cat([wide.sum(dims), rows]))
+            count = total[-1].detach()
+            mean = total[:-1] / count
+            centred = wide - mean.view(shape)
+            variance = self._sum(centred.square().sum(dims)) / count
+            self._remember(mean.detach(), variance.detach(), float(count))
+        else:
+            centred = wide - self.running_mean.to(wide.dtype).view(shape)
+            variance = self.running_var.to(wide.dtype)
         normal = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             normal = normal * self.weight.view(shape) + self.bias.view(shape)
-        made: Tensor = normal.to(input.dtype)
-        return made
+        return normal.to(input.dtype)
+
+    def _sum(self, value: Tensor) -> Tensor:
+        together = self.over_ranks and self.training and dist.is_initialized()
+        return _sum_over_ranks(value) if together else value
 
     def _remember(self, mean: Tensor, variance: Tensor, count: float) -> None:
-        if self.running_mean is None or self.running_var is None:
+        if not self.training or self.running_mean is None or self.running_var is None:
             return
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -84,6 +102,13 @@ class _HostSyncBatchNorm(nn.SyncBatchNorm):
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         unbiased = variance * count / max(count - 1.0, 1.0)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+class _HostSyncBatchNorm(_HostBatchNorm, nn.SyncBatchNorm):
+    """`torch.nn.SyncBatchNorm` on CPUs: the same formula by two all-reduces.
+
+    Gradients are those of the sum of all ranks' losses, as everywhere in the engine.
+    """
 
 
 def _sum_over_ranks(value: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def build(
 
     Args:
         weights: safetensors with initial values, as `pretrained.py` reads them.
-        group: carries short Python objects between all ranks.
+        host: the group for coordination on the host; None where the default group serves.
 
     Raises:
         ConfigError: the model is neither a module nor a builder of one, cannot run under the strategy, or the weights
@@ -67,7 +67,7 @@ def build(
     module = _module(model, job.seed, device)
     _refuse_what_cannot_be_sharded(module, strategy)
     stored, compute, reduced = (getattr(torch, name) for name in (job.param_dtype, job.compute_dtype, job.reduce_dtype))
-    coupled = couple_batch_norms(module, strategy, device)
+    coupled = couple_batch_norms(module, strategy, device, compute)
     given = Pretrained(module, weights, host) if weights is not None else None
     share_values(module, device, given)
     store_parameters_as(module, stored)

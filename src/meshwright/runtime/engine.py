@@ -32,7 +32,7 @@ from meshwright.runtime.ranks import global_rank, host_group, join_ranks, local_
 from meshwright.runtime.report import StepReport
 from meshwright.runtime.resume import load_engine, save_engine
 from meshwright.runtime.seeds import preserved_random_state
-from meshwright.runtime.uneven import evaluation_parts, share_of, together
+from meshwright.runtime.uneven import evaluation_parts, require_no_failure, share_of, together, wrong_rows
 from meshwright.schedule import single_stage
 from meshwright.spec import Job, Strategy, require_executable
 
@@ -96,7 +96,7 @@ class Engine:
         place = Path(weights) if weights is not None else None
         built = build(model, job, strategy, self.device, blocks, self._host_group, place)
         self.model, self._zero, self._dropout, self._traffic = built.model, built.zero, built.dropout, built.traffic
-        self._coupled = built.coupled
+        self._coupled, self._inside = built.coupled, False
         self._loss_tried = False
         self._loss, self._own_loss = loss, bind_loss(loss, self.model)
         self._scale = LossScale(dynamic=job.compute_dtype == "float16")
@@ -144,18 +144,25 @@ class Engine:
         Raises:
             ConfigError: a batch has more rows than a step takes, or some rank was handed no batch at all.
         """
-        most = self.job.global_batch // (1 if self.batch_scope == "global" else self.strategy.dp)
-        for batch, count in together(batches, self.device, least=most if self._coupled else 0):
+        share, whole = self.job.global_batch // self.strategy.dp, self.batch_scope == "global"
+        most = self.job.global_batch if whole else share
+        for batch, count in together(batches, self.device, least=most if self._coupled else 0, same=whole):
             if count > most:
-                raise self._wrong_rows(count, f"at most {most}")
-            if self.batch_scope == "global" and count:
-                batch, count = share_of(batch, self.strategy)
+                raise wrong_rows(count, f"at most {most}", self.job, self.strategy, self.batch_scope)
+            if whole and count:
+                batch, count = share_of(batch, share)
             yield self._step(to_device(batch, self.device), count)
 
     def _step(self, mine: Any, count: int) -> StepReport:
         """The step with this rank's rows, of which the first `count` count."""
         begin = time.perf_counter()
         self._require_whole()
+        if self._inside:
+            raise ConfigError(
+                "a step inside of engine.inference()",
+                why="there the model is in evaluation mode, without gradients",
+                fix="leave the context first",
+            )
         run = Microbatches(self, mine, count)
         measured = self._measure == "every" or (self._measure == "first" and self._measured_steps < 2)
         meter = MemoryMeter(self.model, self.optimizer, self._zero) if measured else None
@@ -201,14 +208,19 @@ class Engine:
 
         Ranks may be handed different numbers of batches with `batch_scope="local"`, or none.
         """
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        with self.inference():
-            for batch in evaluation_parts(batches, self.strategy, self.batch_scope):
-                outputs, targets = call_model(self.model, to_device(batch, self.device), labels=self._own_loss)
-                total, weight = call_loss(self._loss, outputs, targets)
-                totals += torch.stack([total.double(), weight])
+        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
+        failed: Exception | None = None
+        try:
+            with self.inference():
+                for batch in evaluation_parts(batches, self.strategy, self.batch_scope):
+                    outputs, targets = call_model(self.model, to_device(batch, self.device), labels=self._own_loss)
+                    total, weight = call_loss(self._loss, outputs, targets)
+                    totals[:2] += torch.stack([total.double(), weight])
+        except Exception as error:
+            totals[2], failed = 1, error  # told below: the others wait there
         if world_size() > 1:
             dist.all_reduce(totals)
+        require_no_failure(failed, int(totals[2]), "an evaluation")
         if totals[1] <= 0:
             raise ConfigError(
                 "the evaluation batches have no weight",
@@ -225,11 +237,14 @@ class Engine:
         (`model.generate(...)`, say): under ZeRO-3 ranks that wait, or are done, help gathering what the others need.
         Calling `engine.model` without it would compute in another dtype, or leave parameters gathered.
         """
+        if self._inside:
+            yield self.model
+            return
         self._require_whole()
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         self._zero.begin_evaluation()
-        reachable = True
+        self._inside, reachable = True, True
         try:
             with torch.no_grad():
                 yield self.model
@@ -237,6 +252,7 @@ class Engine:
             reachable = isinstance(error, Exception)  # interrupted, it waits for nobody
             raise
         finally:
+            self._inside = False
             self._zero.end_evaluation(help_others=reachable)
             for module, mode in modes.items():
                 module.training = mode
@@ -301,30 +317,24 @@ class Engine:
         found, share = rows(batch), self.job.global_batch // self.strategy.dp
         expected = self.job.global_batch if self.batch_scope == "global" else share
         if found != expected:
-            raise self._wrong_rows(found, f"expected {expected}")
+            raise wrong_rows(found, f"expected {expected}", self.job, self.strategy, self.batch_scope)
         if self.batch_scope == "global":
             batch = split(batch, global_rank() * share, (global_rank() + 1) * share)
         return to_device(batch, self.device)
 
-    def _wrong_rows(self, found: int, expected: str) -> ConfigError:
-        return ConfigError(
-            f"the batch has {found} sequences, {expected}",
-            why=f"global_batch={self.job.global_batch}, dp={self.strategy.dp}, batch_scope={self.batch_scope!r}",
-            fix="make batches of that size, change job.global_batch, or take shorter last ones by Engine.steps",
-        )
-
     def _agree(self, run: Microbatches) -> tuple[float, float, float]:
         """The step's loss, global weight and gradient norm over all ranks, by one small all-reduce."""
         used = self._zero.used.flags
-        values = torch.zeros(5 + len(used), dtype=torch.float64, device=self.device)
+        values = torch.zeros(6 + len(used), dtype=torch.float64, device=self.device)
         values[0], values[1], values[3], values[4] = run.loss, run.weight, run.tokens, run.samples
         if self._zero.counts_norm:
             values[2] = sum_of_squares(self._zero.gradients())
-        values[5:] = used
+        values[5], values[6:] = float(run.refused is not None), used
         if world_size() > 1:
             self._traffic.count("statistics")
             dist.all_reduce(values)
-        self._drop_unused(values[5:])
+        require_no_failure(run.refused, int(values[5]), "the first step")
+        self._drop_unused(values[6:])
         loss, weight, squares, tokens, samples = values[:5].tolist()
         run.tokens, run.samples = round(tokens), round(samples)
         if weight <= 0:

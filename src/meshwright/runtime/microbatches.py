@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from meshwright.errors import ConfigError
 from meshwright.runtime.additive import require_additive
 from meshwright.runtime.batch import call_model, count_tokens, split
 from meshwright.runtime.loss import call_loss
@@ -37,18 +38,23 @@ class Microbatches:
         self.weight = torch.zeros((), dtype=torch.float64, device=engine.device)
         self.tokens = count_tokens(split(batch, 0, count)) if count else 0
         self.meter: MemoryMeter | None = None
+        #: Why the loss cannot be trained; all ranks are told when they next speak.
+        self.refused: ConfigError | None = None
 
     def forward(self, microbatch: int, *, release: bool) -> None:
         """Run a microbatch forward and keep its loss for backward."""
         engine, size = self._engine, self._engine.strategy.microbatch
         engine._zero.before_forward(release=release)
         engine._dropout.start(engine.steps_done, global_rank() * engine.microbatches + microbatch)
+        if microbatch * size >= self.samples and world_size() == 1:
+            return  # nobody waits for it
         start, stop = microbatch * size, min((microbatch + 1) * size, self.samples)
         part = split(self._batch, start, stop) if start < stop else split(self._batch, 0, 1)
         outputs, targets = call_model(engine.model, part, labels=engine._own_loss)
         if not engine._loss_tried and not engine._own_loss:
-            require_additive(engine._loss, outputs, targets)
             engine._loss_tried = True
+            if engine.microbatches > 1 or engine.strategy.dp > 1:
+                self._try_loss(outputs, targets, max(1, stop - start))
         total, weight = call_loss(engine._loss, outputs, targets)
         if start < stop:
             self.loss += total.detach().double()
@@ -59,6 +65,8 @@ class Microbatches:
 
     def backward(self, microbatch: int, *, reduce: bool, release: bool, last: bool) -> None:
         """Run its backward: gradients of the sum, divided by the global weight once it is known."""
+        if microbatch not in self._pending:
+            return
         self._engine._zero.before_backward(reduce=reduce, release=release, last=last)
         self._engine._zero.used.counting = microbatch * self._engine.strategy.microbatch < self.samples
         total, loss_scale = self._pending.pop(microbatch), self._engine._scale
@@ -69,3 +77,9 @@ class Microbatches:
                 dist.all_reduce(most, op=dist.ReduceOp.MAX)
             loss_scale.start(float(most))
         (total.float() * loss_scale.factor if loss_scale.dynamic else total).backward()
+
+    def _try_loss(self, outputs: Any, targets: Any, count: int) -> None:
+        try:
+            require_additive(self._engine._loss, outputs, targets, count)
+        except ConfigError as error:
+            self.refused = error

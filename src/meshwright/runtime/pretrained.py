@@ -13,7 +13,8 @@ from torch import nn
 from meshwright.errors import ConfigError
 from meshwright.runtime.agreement import failing_together
 from meshwright.runtime.boxes import own_box, own_part
-from meshwright.runtime.ranks import global_rank
+from meshwright.runtime.ranks import global_rank, world_size
+from meshwright.runtime.seeds import seed_for
 from meshwright.runtime.weight_conversions import Conversion
 from meshwright.runtime.weight_files import WeightFiles
 from meshwright.runtime.weight_names import Names, find_keys
@@ -50,6 +51,7 @@ class Pretrained:
             self._keys = {name: keys for name, keys in names.keys.items() if keys}
             self._made = names.made
             self._check(model, names)
+        self._require_same_files()
         if global_rank() == 0:
             self._warn(names)
 
@@ -85,6 +87,20 @@ class Pretrained:
     def fill_buffers(self, model: nn.Module) -> None:
         """The same for all persistent buffers that are stored."""
         self.fill({name: buffer for name, buffer in model.named_buffers() if name in self})
+
+    def _require_same_files(self) -> None:
+        """Refuse machines whose files hold other tensors: they would take other parts in what follows."""
+        if world_size() == 1:
+            return
+        mine = seed_for(*sorted(self._keys), "made", *sorted(self._made))
+        found = [mine] * world_size()
+        dist.all_gather_object(found, mine, group=self._group)
+        if len(set(found)) > 1:
+            raise ConfigError(
+                f"{self._files.place} holds other tensors on some ranks than on others",
+                why="every rank reads its slices from the files of its own machine",
+                fix="put the same files on every machine, or on a shared file system",
+            )
 
     def _check(self, model: nn.Module, names: Names) -> None:
         place, files = self._files.place, self._files

@@ -126,7 +126,10 @@ class Shards(Zero):
     def finish_reduces(self) -> None:
         """Backward has waited for its reduces."""
         self._stepped = True
+
+    def end_step(self) -> None:
         self._order_watch.end()
+        super().end_step()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         found = {}
@@ -149,6 +152,7 @@ class Shards(Zero):
     def end_evaluation(self, *, help_others: bool) -> None:
         if self._zero == 3:
             self._turns.end(help_others=help_others)
+        self._fsdp.reset_iter_state()  # a forward of a part, or one that raised, would be taken for one that goes on
         for module in self._sharded:
             module.reshard()
         mark_managed(self._root, True)

@@ -95,7 +95,8 @@ def choose_blocks(model: nn.Module, names: Sequence[str] | None) -> Blocks:
                 why="a block is a module whose forward is called",
                 fix=f"name its children: {name}.0, {name}.1, ...",
             )
-    return [(name, modules[name]) for name in names]
+    found = {id(modules[name]): (name, modules[name]) for name in reversed(names)}
+    return list(reversed(found.values()))
 
 
 def make_units(

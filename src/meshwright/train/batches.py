@@ -115,11 +115,13 @@ class Batches:
         self._order: Callable[[int], int] | None = None
         self._total: int | None = None
         if self._by_number:
-            self._number(loader, shuffle)
+            size = self._number(loader, shuffle)
         else:
             self._require_stream(shuffle)
         if rank is None and not sharded and dist.is_initialized() and world_size() > 1:
             self._require_same_on_all(shuffle)
+        if self._by_number:
+            require_samples(size * (self._epochs or self._rows.whole), self._rows)
 
     def __iter__(self) -> Iterator[Any]:
         options: dict[str, Any] = {"batch_size": None, "collate_fn": _same, "num_workers": self._workers}
@@ -152,8 +154,8 @@ class Batches:
         for numbers in self._rows.of(total):
             yield [(number, self._order(number)) for number in numbers]
 
-    def _number(self, loader: Loader, shuffle: bool | None) -> None:
-        """Find the order and the number of samples.
+    def _number(self, loader: Loader, shuffle: bool | None) -> int:
+        """Find the order and the number of samples of an epoch.
 
         Raises:
             ConfigError: both a sampler and `shuffle` are given.
@@ -173,8 +175,8 @@ class Batches:
             self._order = SampleOrder(size, self.seed)
         else:
             self._order = lambda number: number % size
-        require_samples(size * (self._epochs or self._rows.whole), self._rows)
         self._total = None if self._epochs is None else size * self._epochs
+        return size
 
     def _require_stream(self, shuffle: bool | None) -> None:
         """Refuse what a stream cannot do.

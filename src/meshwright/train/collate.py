@@ -77,9 +77,11 @@ class Padding:
 
     def _column(self, key: str, values: list[Tensor], lengths: list[int]) -> Tensor:
         fill: int = {"input_ids": self.pad_token, "labels": self.ignore}.get(key) or 0
-        if key == "labels" and all(value.dim() == 1 for value in values):
-            return self._padded(values, fill)
         fits = [value.dim() == 1 and len(value) == length for value, length in zip(values, lengths, strict=True)]
+        if key == "labels" and all(value.dim() == 1 for value in values):
+            # Those of a decoder have lengths of their own; as many in every row are no sequence (classes, say).
+            alike = len({len(value) for value in values}) == 1
+            return torch.stack(values) if alike and not any(fits) else self._padded(values, fill)
         if key in ("input_ids", "attention_mask") or (
             key in self.per_token if self.per_token is not None else all(fits)
         ):

@@ -23,6 +23,7 @@ from meshwright.measure.verify.hugging_face import (
     small_config,
 )
 from meshwright.runtime import ModelLoss
+from meshwright.runtime._torch import BatchNormBase
 from meshwright.runtime.loss import LossFunction
 from meshwright.runtime.tensors import find_tensors, map_values
 
@@ -70,9 +71,20 @@ def find_subject(asked: Mapping[str, Any], *, depth: int, sequence: int) -> Subj
         torch.manual_seed(5)
         made = _of_config(asked, depth, sequence) if asked["kind"] == "config" else _of_code(asked, sequence)
     _require_small(made.model, made.name, asked["kind"])
+    _require_rows_apart(made.model, made.name)
     quiet = _without_dropout(made.model.to(torch.float64).train())
     notes = dict.fromkeys([*made.notes, *(["dropout off"] if quiet else [])])
     return replace(made, notes=tuple(notes))
+
+
+def _require_rows_apart(model: nn.Module, name: str) -> None:
+    norm = next((key for key, module in model.named_modules() if isinstance(module, BatchNormBase)), None)
+    if norm is not None:
+        raise ConfigError(
+            f"{name} has batch norms ({norm})",
+            why="they normalise over the rows of all ranks; one process with the same microbatches has others",
+            fix="verify a copy with GroupNorm or LayerNorm in their place",
+        )
 
 
 def _of_config(asked: Mapping[str, Any], depth: int, sequence: int) -> Subject:
