@@ -313,8 +313,9 @@ def raising_step(zero: int, compute: str) -> str:
 
 
 def loss_that_fails(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    loss_that_fails.calls = getattr(loss_that_fails, "calls", 0) + 1  # type: ignore[attr-defined]
-    if loss_that_fails.calls == 2:  # type: ignore[attr-defined]
+    whole = len(targets) == 3  # the engine tries a loss on fewer rows first
+    loss_that_fails.calls = getattr(loss_that_fails, "calls", 0) + whole  # type: ignore[attr-defined]
+    if whole and loss_that_fails.calls == 2:  # type: ignore[attr-defined]
         raise RuntimeError("the loss failed")
     return token_loss(outputs, targets)
 
