@@ -53,10 +53,15 @@ def test_vision(tmp_path: Path) -> None:
     run("vision", tmp_path)
 
 
-def test_finetune_from_nothing_and_from_what_it_left(tmp_path: Path) -> None:
-    first = run("finetune", tmp_path)
+def test_finetune(tmp_path: Path) -> None:
+    run("finetune", tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "finetuned")
     assert sum(parameter.numel() for parameter in model.parameters()) > 100_000
+
+
+@pytest.mark.slow
+def test_finetune_from_what_it_left(tmp_path: Path) -> None:
+    first = run("finetune", tmp_path)
     again = tmp_path / "again"
     again.mkdir()
     assert run("finetune", again, str(tmp_path / "finetuned"))[0] < first[0] / 2

@@ -150,9 +150,10 @@ def _cached_by_selective(cache: Any) -> Iterator[torch.Tensor]:
 def _recomputed(forward: Callable[..., Any], kept: Kept, **options: Any) -> Callable[..., Any]:
     """As the runtime recomputes a block; the inputs, which `checkpoint` keeps, are counted."""
 
-    def run(*args: torch.Tensor) -> Any:
+    def run(*args: torch.Tensor | None) -> Any:
         for tensor in args:
-            kept.add(tensor)
+            if tensor is not None:
+                kept.add(tensor)
         return checkpoint(forward, *args, use_reentrant=False, **options)
 
     return run

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from datetime import timedelta
 
 import torch
@@ -48,6 +50,14 @@ def join_ranks(device: torch.device, *, timeout_s: float = 600.0) -> None:
         return
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Leave the group when the script ends: its threads would outlive the interpreter. Not after an error, when others
+    may wait for what this rank no longer does."""
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
 
 
 def host_group(device: torch.device) -> dist.ProcessGroup | None:
