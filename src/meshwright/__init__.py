@@ -4,10 +4,10 @@ The names below are handed on when they are first asked for, so that `import mes
 anything else that takes time.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from meshwright._version import __version__
+from meshwright.handed_on import handed_on
 
 if TYPE_CHECKING:
     from meshwright.api import plan
@@ -94,14 +94,7 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> object:
-    """Hands on a public name from the module it lives in, and keeps it. Raises AttributeError for any other name."""
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
-    value: object = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+__getattr__ = handed_on(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

@@ -21,7 +21,7 @@ _TIMEOUT = "Seconds after which it is given up."
 @click.option("--timeout", type=float, default=600.0, show_default=True, metavar="SECONDS", help=_TIMEOUT)
 @click.option("--json", is_flag=True, help="Print the numbers as JSON.")
 def verify(model: str, strategy: str, seq: int, timeout: float, json: bool) -> None:
-    """Run a small copy of a model under a strategy and in one process, in float64, and compare every number."""
+    """Run a small copy of a model under a strategy and in one process, in float64, and compare their numbers."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -4,8 +4,9 @@ Names are handed on when they are first asked for: commands whose work is done b
 torch.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from meshwright.handed_on import handed_on
 
 if TYPE_CHECKING:
     from meshwright.measure.described import TracedModel, describe_module
@@ -22,11 +23,4 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> object:
-    """Hands on a public name from the module it lives in. Raises AttributeError for any other name."""
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'meshwright.measure' has no attribute {name!r}")
-    value: object = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+__getattr__ = handed_on(__name__, _HOME)

@@ -60,14 +60,11 @@ def _run_on_host(module: NormBase, compute: torch.dtype) -> None:
     mean = module.running_mean
     unlike = mean is not None and mean.dtype != compute
     if isinstance(module, nn.SyncBatchNorm) or (isinstance(module, BatchNormBase) and unlike):
-        module.over_ranks = isinstance(module, nn.SyncBatchNorm)  # type: ignore[assignment]  # a flag of the class below
-        module.__class__ = _HostBatchNorm if not module.over_ranks else _HostSyncBatchNorm
+        module.__class__ = _HostSyncBatchNorm if isinstance(module, nn.SyncBatchNorm) else _HostBatchNorm
 
 
 class _HostBatchNorm(BatchNormBase):
     """Batch norm by its formula, statistics in float32 or wider whatever the input is."""
-
-    over_ranks = False
 
     def forward(self, input: Tensor) -> Tensor:  # the argument's name is PyTorch's
         dims = [0, *range(2, input.dim())]
@@ -90,15 +87,14 @@ class _HostBatchNorm(BatchNormBase):
         return normal.to(input.dtype)
 
     def _sum(self, value: Tensor) -> Tensor:
-        together = self.over_ranks and self.training and dist.is_initialized()
-        return _sum_over_ranks(value) if together else value
+        return value
 
     def _remember(self, mean: Tensor, variance: Tensor, count: float) -> None:
-        if not self.training or self.running_mean is None or self.running_var is None:
+        tracked = self.num_batches_tracked
+        if not self.training or self.running_mean is None or self.running_var is None or tracked is None:
             return
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum  # type: ignore[arg-type]
+        tracked.add_(1)
+        momentum = 1.0 / float(tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         unbiased = variance * count / max(count - 1.0, 1.0)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
@@ -110,9 +106,12 @@ class _HostSyncBatchNorm(_HostBatchNorm, nn.SyncBatchNorm):
     Gradients are those of the sum of all ranks' losses, as everywhere in the engine.
     """
 
+    def _sum(self, value: Tensor) -> Tensor:
+        return _sum_over_ranks(value) if self.training and dist.is_initialized() else value
+
 
 def _sum_over_ranks(value: Tensor) -> Tensor:
-    total: Tensor = _SumOverRanks.apply(value)  # type: ignore[no-untyped-call]
+    total: Tensor = _SumOverRanks.apply(value)  # type: ignore[no-untyped-call]  # torch leaves it without annotations
     return total
 
 

@@ -44,10 +44,10 @@ class Microbatches:
     def forward(self, microbatch: int, *, release: bool) -> None:
         """Run a microbatch forward and keep its loss for backward."""
         engine, size = self._engine, self._engine.strategy.microbatch
-        engine._zero.before_forward(release=release)
-        engine._dropout.start(engine.steps_done, global_rank() * engine.microbatches + microbatch)
         if microbatch * size >= self.samples and world_size() == 1:
             return  # nobody waits for it
+        engine._zero.before_forward(release=release)
+        engine._dropout.start(engine.steps_done, global_rank() * engine.microbatches + microbatch)
         start, stop = microbatch * size, min((microbatch + 1) * size, self.samples)
         part = split(self._batch, start, stop) if start < stop else split(self._batch, 0, 1)
         outputs, targets = call_model(engine.model, part, labels=engine._own_loss)

@@ -116,7 +116,8 @@ def evaluation_parts(batches: Iterable[Any], strategy: Strategy, scope: str) -> 
         scope: "global" or "local".
     """
     for batch in batches:
-        even = -(-rows(batch) // strategy.dp)
-        mine, count = share_of(batch, even) if scope == "global" else (batch, rows(batch))
+        mine, count = batch, rows(batch)
+        if scope == "global":
+            mine, count = share_of(batch, -(-count // strategy.dp))
         for start in range(0, count, strategy.microbatch):
             yield split(mine, start, min(start + strategy.microbatch, count))

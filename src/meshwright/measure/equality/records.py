@@ -107,4 +107,4 @@ def _put_together(values: Sequence[T]) -> T:
         return first
     pieces = sorted((value for value in values if isinstance(value, Piece)), key=lambda part: part.index)
     assert [part.index for part in pieces] == list(range(len(values))), "a rank has no gradient where others have one"
-    return torch.cat([part.tensor for part in pieces], dim=first.dim)  # type: ignore[return-value]
+    return torch.cat([part.tensor for part in pieces], dim=first.dim)  # type: ignore[return-value]  # whole, where the others are pieces

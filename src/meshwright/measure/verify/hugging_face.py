@@ -41,7 +41,7 @@ def require_transformers(name: str) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        import transformers  # noqa: F401
+        import transformers  # noqa: F401  # whether it is there
     except ImportError as error:
         raise ConfigError(
             f"{name} needs Transformers",

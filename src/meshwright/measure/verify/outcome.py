@@ -14,9 +14,9 @@ from meshwright.measure.equality import Mismatch, Run, deviations, join
 from meshwright.measure.verify.asked import CLIP_NORM, job_of
 from meshwright.measure.verify.runs import OPTIMIZERS, RATES, Facts
 from meshwright.spec import Strategy
-from meshwright.spec.verified import Copy, ModuleDeviation, Verified
+from meshwright.spec.verified import ModuleDeviation, Verified
 
-__all__ = ["compare_runs", "copy_of", "failed"]
+__all__ = ["compare_runs", "failed"]
 
 _ENGINE, _PLAIN = "one process, the same microbatches", "plain PyTorch, the whole batch"
 _MOST_TOLD = 20
@@ -24,25 +24,11 @@ _MOST_TOLD = 20
 _ORDER = ("initial", "steps", "weight", "gradient", "update", "scalar", "report")
 
 
-def copy_of(facts: Facts) -> Copy:
-    """The model that was run, as it is told."""
-    return Copy(
-        model=facts.name,
-        kind=facts.kind,
-        parameters=facts.parameters,
-        blocks=facts.blocks,
-        classes=facts.classes,
-        changes=facts.changes,
-        notes=facts.notes,
-        labels=facts.labels,
-    )
-
-
 def failed(strategy: Strategy, facts: Facts, sequence: int, why: str, log: str) -> Verified:
     """A verification whose ranks did not come to an end, where one process did."""
     return Verified(
         strategy=str(strategy),
-        copy=copy_of(facts),
+        copy=facts.copy,
         ranks=strategy.world_size,
         global_batch=job_of(strategy, sequence).global_batch,
         against={},
@@ -106,7 +92,7 @@ def compare_runs(
     worst = found.worst[2]
     return Verified(
         strategy=str(strategy),
-        copy=copy_of(facts),
+        copy=facts.copy,
         ranks=strategy.world_size,
         global_batch=job_of(strategy, sequence).global_batch,
         loss=max(found.largest.get(("scalar", "loss"), 0.0), found.largest.get(("weight", "of the loss"), 0.0)),

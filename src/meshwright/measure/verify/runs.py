@@ -18,6 +18,7 @@ from meshwright.measure.verify.subject import Subject, find_subject
 from meshwright.runtime import Engine, ModelLoss
 from meshwright.runtime.units import find_blocks
 from meshwright.spec import Job, Strategy
+from meshwright.spec.verified import Copy
 
 __all__ = ["OPTIMIZERS", "RATES", "STEPS", "Facts", "Prepared", "prepare", "run_by_strategy", "run_in_one_process"]
 
@@ -34,14 +35,7 @@ RATES = {"sgd": 0.1, "adamw": 0.01}
 class Facts:
     """What is told of the model that is run, and to which module each of its parameters belongs."""
 
-    name: str
-    kind: str
-    parameters: int
-    blocks: int
-    classes: tuple[str, ...]
-    changes: tuple[str, ...]
-    notes: tuple[str, ...]
-    labels: str
+    copy: Copy
     modules: dict[str, tuple[str, str, int]]
     """By the name of a parameter: the module it is told under, that one's class, and the parameter's size."""
     imported: tuple[str, ...]
@@ -84,8 +78,8 @@ def prepare(prepared: Prepared, known: Iterable[str], loaded: Callable[[], Itera
     classes = dict.fromkeys(type(module).__name__ for module in model.modules())
     parameters = dict(model.named_parameters())
     fresh = set(loaded()) - set(known)
-    return Facts(
-        name=made.name,
+    copy = Copy(
+        model=made.name,
         kind=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in parameters.values()),
         blocks=len(blocks),
@@ -93,6 +87,9 @@ def prepare(prepared: Prepared, known: Iterable[str], loaded: Callable[[], Itera
         changes=made.changes,
         notes=made.notes,
         labels=made.labels,
+    )
+    return Facts(
+        copy=copy,
         modules={name: (*_module_of(name, model, blocks), value.numel()) for name, value in parameters.items()},
         imported=tuple(sorted(name for name in fresh if name.startswith(("transformers.", "torch.")))),
     )
