@@ -230,3 +230,5 @@ def test_a_builder_that_ranks_cannot_find_is_refused() -> None:
         meshwright.verify(lambda: nn.Linear(2, 2), "dp=2")
     with pytest.raises(ConfigError, match="a model of type int"):
         meshwright.verify(3, "dp=2")
+    with pytest.raises(ConfigError, match="a strategy of type NoneType"):
+        meshwright.verify("gpt2", None)  # type: ignore[arg-type]  # as a user's mistake

@@ -436,6 +436,19 @@ def test_numbers_in_optimizer_states_and_nested_schedules_come_back(tmp_path: Pa
         make().load(tmp_path / "c")
 
 
+@pytest.mark.parametrize("batches", [None, 3])
+def test_what_are_no_batches_is_refused(batches: Any) -> None:
+    with pytest.raises(ConfigError, match=f"batches of type {type(batches).__name__}"):
+        list(make().steps(batches))
+    with pytest.raises(ConfigError, match=f"batches of type {type(batches).__name__}"):
+        make().evaluate(batches)
+
+
+def test_a_file_holds_at_least_a_byte(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_shard_bytes=0"):
+        make().export(tmp_path / "out", max_shard_bytes=0)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -445,6 +458,7 @@ def test_numbers_in_optimizer_states_and_nested_schedules_come_back(tmp_path: Pa
         ({"optimizer": lambda _: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)}, "not this model's"),
         ({"measure_memory": "always"}, "measure_memory"),
         ({"blocks": ["model.layers"]}, "not a block"),
+        ({"weights": 3}, "weights of type int"),
         ({"model": lambda: Decoder(CONFIG).requires_grad_(False)}, "no parameter of the model is trainable"),
     ],
 )

@@ -50,7 +50,7 @@ def build(
     device: torch.device,
     block_names: Sequence[str] | None,
     host: dist.ProcessGroup | None,
-    weights: Path | None = None,
+    weights: str | Path | None = None,
 ) -> Built:
     """Apply recompute, then ZeRO, then initial values.
 

@@ -93,8 +93,7 @@ class Engine:
         self.rank = global_rank()
         self._host_group = host_group(self.device)
         self.microbatches = strategy.microbatches(job.global_batch)
-        place = Path(weights) if weights is not None else None
-        built = build(model, job, strategy, self.device, blocks, self._host_group, place)
+        built = build(model, job, strategy, self.device, blocks, self._host_group, weights)
         self.model, self._zero, self._dropout, self._traffic = built.model, built.zero, built.dropout, built.traffic
         self._coupled, self._inside = built.coupled, False
         self._loss_tried = False

@@ -134,6 +134,8 @@ def _planned(
     """The files of an export, the same on every rank."""
     if dtype is not None and not (dtype.is_floating_point and dtype in CODES):
         raise ConfigError(f"dtype={dtype}", why="weights are floating-point numbers", fix="use torch.bfloat16, say")
+    if max_shard_bytes < 1:
+        raise ConfigError(f"max_shard_bytes={max_shard_bytes}", fix="give the most bytes of a file, 5 * 2**30 say")
     entries: list[tuple[Piece, torch.Tensor]] = []
     chosen = _expected_names(model, zero.units)
     persistent = model.state_dict(keep_vars=True)

@@ -16,7 +16,7 @@ from meshwright.runtime.boxes import own_box, own_part
 from meshwright.runtime.ranks import global_rank, world_size
 from meshwright.runtime.seeds import seed_for
 from meshwright.runtime.weight_conversions import Conversion
-from meshwright.runtime.weight_files import WeightFiles
+from meshwright.runtime.weight_files import WeightFiles, require_path
 from meshwright.runtime.weight_names import Names, find_keys
 
 __all__ = ["Pretrained"]
@@ -43,10 +43,10 @@ class Pretrained:
         CheckpointError: a file is missing, cut or damaged.
     """
 
-    def __init__(self, model: nn.Module, place: Path, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, model: nn.Module, place: str | Path, group: dist.ProcessGroup | None) -> None:
         self._group = group
         with failing_together(group):
-            self._files = WeightFiles(place)
+            self._files = WeightFiles(require_path(place))
             names = find_keys(model, self._files.names())
             self._keys = {name: keys for name, keys in names.keys.items() if keys}
             self._made = names.made

@@ -34,7 +34,7 @@ def together(
             numbers of rows than the rest.
         RankFailure: on the others, when a rank's batches raise; there their own error is raised.
     """
-    left, latest = iter(batches), None
+    left, latest = _iterator(batches), None
     while True:
         batch, count, failed = None, 0, None
         try:
@@ -115,9 +115,20 @@ def evaluation_parts(batches: Iterable[Any], strategy: Strategy, scope: str) -> 
         strategy: its microbatch is the most rows at once.
         scope: "global" or "local".
     """
-    for batch in batches:
+    for batch in _iterator(batches):
         mine, count = batch, rows(batch)
         if scope == "global":
             mine, count = share_of(batch, -(-count // strategy.dp))
         for start in range(0, count, strategy.microbatch):
             yield split(mine, start, min(start + strategy.microbatch, count))
+
+
+def _iterator(batches: Any) -> Iterator[Any]:
+    try:
+        return iter(batches)
+    except TypeError as error:
+        raise ConfigError(
+            f"batches of type {type(batches).__name__}",
+            why="they are taken one after the other",
+            fix="give a list, a generator, a DataLoader or meshwright.Batches; of a single batch, [batch]",
+        ) from error

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.runtime.safetensors_file import DTYPES
 
-__all__ = ["CONFIG", "INDEX", "WEIGHTS", "WeightFiles"]
+__all__ = ["CONFIG", "INDEX", "WEIGHTS", "WeightFiles", "require_path"]
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _FETCH = "fetch the files again"
@@ -101,6 +101,19 @@ class WeightFiles:
         absent = [name for name in names if name not in self._entries]
         if absent:
             raise CheckpointError(f"{path} names {absent[0]}", why="none of its files holds that tensor", fix=_FETCH)
+
+
+def require_path(place: Any) -> Path:
+    """A user's path.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(place, (str, Path)):
+        raise ConfigError(
+            f"weights of type {type(place).__name__}", fix="give the path of a safetensors file or folder"
+        )
+    return Path(place)
 
 
 def _file_in(place: Path) -> Path:

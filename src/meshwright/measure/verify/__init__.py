@@ -82,6 +82,8 @@ def verify_all(
         )
     chosen = [parse_strategy(entry) if isinstance(entry, str) else entry for entry in strategies]
     for strategy in chosen:
+        if not isinstance(strategy, Strategy):
+            raise ConfigError(f"a strategy of type {type(strategy).__name__}", fix="give its text form: 'dp=2 zero=3'")
         require_possible(strategy, sequence)
     tell = progress or (lambda *_: None)
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as scratch, LocalRanks(Path(scratch)) as started:
