@@ -14,9 +14,10 @@ from meshwright.errors import ConfigError
 from meshwright.runtime.batch_norm import couple_batch_norms
 from meshwright.runtime.collectives import Traffic
 from meshwright.runtime.init import materialise, meta_parameters, share_values, store_parameters_as
+from meshwright.runtime.mesh import RankMesh, rank_mesh
 from meshwright.runtime.precision import cast_inputs
 from meshwright.runtime.pretrained import Pretrained
-from meshwright.runtime.ranks import require_world, shard_mesh, world_size
+from meshwright.runtime.ranks import require_world
 from meshwright.runtime.recompute import apply_recompute
 from meshwright.runtime.replicas import Replicas
 from meshwright.runtime.seeds import DropoutStreams, preserved_random_state, seed_for
@@ -38,6 +39,7 @@ class Built:
 
     model: nn.Module
     zero: Zero
+    mesh: RankMesh
     dropout: DropoutStreams
     traffic: Traffic
     coupled: bool
@@ -64,6 +66,7 @@ def build(
         CheckpointError: the weights cannot be read.
     """
     require_world(strategy)
+    mesh = rank_mesh(strategy, device)
     module = _module(model, job.seed, device)
     _refuse_what_cannot_be_sharded(module, strategy)
     stored, compute, reduced = (getattr(torch, name) for name in (job.param_dtype, job.compute_dtype, job.reduce_dtype))
@@ -79,11 +82,11 @@ def build(
         cast_inputs(list(dict.fromkeys([module, *(part for unit in units for part in unit.modules)])), compute)
     traffic = Traffic()
     zero: Zero
-    if world_size() > 1 and strategy.zero > 0 and strategy.shard > 1:
+    if mesh.shard is not None:
         zero = Shards(
             module,
             units,
-            shard_mesh(strategy, device),
+            mesh,
             zero=strategy.zero,
             prefetch=strategy.prefetch,
             compute_dtype=compute,
@@ -96,8 +99,8 @@ def build(
         zero.find_stored()
     else:
         materialise(module, device=device, seed=job.seed, given=given)
-        zero = Replicas(units, compute_dtype=compute, stored_dtype=stored, reduce_dtype=reduced, traffic=traffic)
-    return Built(module, zero, dropout, traffic, coupled)
+        zero = Replicas(units, mesh, compute_dtype=compute, stored_dtype=stored, reduce_dtype=reduced, traffic=traffic)
+    return Built(module, zero, mesh, dropout, traffic, coupled)
 
 
 def _module(model: nn.Module | Callable[[], nn.Module], seed: int, device: torch.device) -> nn.Module:

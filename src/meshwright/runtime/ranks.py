@@ -1,4 +1,4 @@
-"""The ranks: joining the process group, and the data-parallel mesh of a strategy."""
+"""The ranks: joining the process group, and how many there are."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import ConfigError
 from meshwright.runtime._torch import group_timeout
 from meshwright.spec import Strategy
 
-__all__ = ["global_rank", "host_group", "join_ranks", "local_device", "require_world", "shard_mesh", "world_size"]
+__all__ = ["global_rank", "host_group", "join_ranks", "local_device", "require_world", "world_size"]
 
 
 def local_device(wanted: torch.device | str | None = None) -> torch.device:
@@ -99,25 +98,3 @@ def require_world(strategy: Strategy) -> None:
             why=launched,
             fix=f"launch with torchrun --nproc-per-node={strategy.world_size} or meshwright train, or set dp={world}",
         )
-
-
-def shard_mesh(strategy: Strategy, device: torch.device) -> DeviceMesh:
-    """The mesh over which ZeRO shards: dimension `dp_shard`, preceded by `dp_replicate` for hybrid sharding.
-
-    Its groups have the timeout of the default group.
-    """
-    sizes = {"dp_replicate": strategy.replicas, "dp_shard": strategy.shard}
-    order = [name for name in strategy.mesh_order if name in sizes]
-    ranks = torch.arange(strategy.dp).reshape([sizes[name] for name in order])
-    if order[0] == "dp_shard":
-        ranks = ranks.transpose(0, 1)
-    if strategy.replicas == 1:
-        return DeviceMesh(device.type, ranks.reshape(-1), mesh_dim_names=("dp_shard",))
-    timeout = group_timeout(device)
-    groups = [
-        dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0]
-        for lines in (ranks.transpose(0, 1), ranks)
-    ]
-    return DeviceMesh.from_group(
-        groups, device.type, mesh=ranks.contiguous(), mesh_dim_names=("dp_replicate", "dp_shard")
-    )

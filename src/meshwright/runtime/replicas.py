@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.runtime.collectives import Traffic
+from meshwright.runtime.mesh import RankMesh
 from meshwright.runtime.precision import ComputeCopies
 from meshwright.runtime.units import Unit
 from meshwright.runtime.zero import Zero
@@ -42,11 +43,11 @@ class Bucket:
         self.ready += 1
         return self.ready == len(self.parameters)
 
-    def launch(self, traffic: Traffic, reduce_dtype: torch.dtype) -> None:
-        """Start the all-reduce."""
+    def launch(self, traffic: Traffic, reduce_dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
+        """Start the all-reduce over the data-parallel ranks."""
         traffic.count("all_reduce")
         self.wire = self.flat.to(reduce_dtype)  # itself, where that is how it is stored
-        self.work = dist.all_reduce(self.wire, async_op=True)
+        self.work = dist.all_reduce(self.wire, group=group, async_op=True)
 
     def finish(self) -> None:
         """Wait for the all-reduce, if it was started."""
@@ -63,16 +64,16 @@ class Replicas(Zero):
     def __init__(
         self,
         units: Sequence[Unit],
+        mesh: RankMesh,
         *,
         compute_dtype: torch.dtype,
         stored_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         traffic: Traffic,
     ) -> None:
-        super().__init__(units)
+        super().__init__(units, mesh)
         self._traffic = traffic
         self._reduce_dtype, self._narrow = reduce_dtype, reduce_dtype != stored_dtype
-        self._world = dist.get_world_size() if dist.is_initialized() else 1
         self.find_stored()
         self._copies = ComputeCopies(units, compute_dtype) if compute_dtype != stored_dtype else None
         self._context = ExitStack()
@@ -84,7 +85,7 @@ class Replicas(Zero):
 
     @property
     def counts_norm(self) -> bool:
-        return self._world == 1 or dist.get_rank() == 0
+        return self.mesh.dp_rank == 0
 
     def begin_step(self) -> None:
         self.used.clear()
@@ -152,11 +153,11 @@ class Replicas(Zero):
         last = bucket.arrived()
         if bucket.ready == 1 or last:
             self._note()
-        if last and self._reducing and self._world > 1:
+        if last and self._reducing and self.mesh.dp > 1:
             self._launch_ready()
 
     def _launch_ready(self, *, all_of_them: bool = False) -> None:
-        while self._world > 1 and self._launched < len(self._buckets):
+        while self.mesh.dp > 1 and self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
             if not all_of_them and bucket.ready < len(bucket.parameters):
                 return
@@ -164,6 +165,6 @@ class Replicas(Zero):
                 if self._narrow:  # one copy to send at a time
                     for earlier in self._buckets[: self._launched]:
                         earlier.finish()
-                bucket.launch(self._traffic, self._reduce_dtype)
+                bucket.launch(self._traffic, self._reduce_dtype, self.mesh.dp_group)
                 self._note()
             self._launched += 1

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -22,6 +21,7 @@ from meshwright.runtime._torch import (
     use_explicit_gathers,
 )
 from meshwright.runtime.collectives import CountedAllGather, CountedReduceScatter, Traffic
+from meshwright.runtime.mesh import RankMesh
 from meshwright.runtime.same_order import SameOrder
 from meshwright.runtime.tensors import hidden_gradients, map_values
 from meshwright.runtime.turns import Turns
@@ -43,7 +43,7 @@ class Shards(Zero):
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        mesh: DeviceMesh,
+        mesh: RankMesh,
         *,
         zero: int,
         prefetch: int,
@@ -53,18 +53,20 @@ class Shards(Zero):
         traffic: Traffic,
         host: dist.ProcessGroup | None,
     ) -> None:
-        super().__init__(units)
+        super().__init__(units, mesh)
+        if mesh.shard is None:
+            raise TypeError("nothing is sharded")  # an internal error: `Replicas` serves then
         self._traffic = traffic
-        self._mesh = mesh
+        self._mesh = mesh.shard
         self._zero = zero
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype if compute_dtype != stored_dtype else None,
             reduce_dtype=reduce_dtype if reduce_dtype != compute_dtype else None,
             cast_forward_inputs=False,
         )
-        group = mesh.size(mesh.ndim - 1)
+        group = self._mesh.size(self._mesh.ndim - 1)
         options = {
-            "mesh": mesh,
+            "mesh": self._mesh,
             "reshard_after_forward": zero == 3,
             "mp_policy": policy,
             "shard_placement_fn": lambda parameter: Shard(shard_dim(tuple(parameter.shape), group)),
@@ -82,7 +84,7 @@ class Shards(Zero):
             module.set_gradient_divide_factor(1.0)
             module.set_custom_all_gather(CountedAllGather(traffic))
             module.set_custom_reduce_scatter(CountedReduceScatter(traffic))
-            if "dp_replicate" in (mesh.mesh_dim_names or ()):
+            if "dp_replicate" in (self._mesh.mesh_dim_names or ()):
                 module.set_all_reduce_hook(lambda _: traffic.count("all_reduce"))
         self._fsdp.set_reduce_scatter_unused_params(True)
         use_explicit_gathers(self._fsdp)

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
+from meshwright.runtime.cuts import Cuts
+from meshwright.runtime.mesh import RankMesh
 from meshwright.runtime.units import Unit
 
 __all__ = ["Used", "Zero"]
@@ -59,8 +61,11 @@ class Used:
 class Zero(ABC):
     """What the engine asks of a way to hold parameters and gradients."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], mesh: RankMesh, cuts: Cuts | None = None) -> None:
         self.units = list(units)
+        self.mesh = mesh
+        #: How parameters lie over the tensor-parallel ranks; one without an entry is whole on each.
+        self.cuts: Cuts = cuts or {}
         self.used = Used([name for unit in units for name in unit.parameters])
         self.stored: dict[str, nn.Parameter] = {}
         #: Called at moments of a step when memory is worth counting; None when nobody counts.
