@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -272,6 +273,19 @@ class Decoder(nn.Module):
     weights are drawn from torch's default generator by `_init_weights`.
     """
 
+    #: How tensor parallelism divides it, in the words of Hugging Face's published plans.
+    _tp_plan: ClassVar[dict[str, str]] = {
+        "model.embed_tokens": "embedding_rowwise",
+        "model.layers.*.self_attn.q_proj": "colwise",
+        "model.layers.*.self_attn.k_proj": "colwise",
+        "model.layers.*.self_attn.v_proj": "colwise",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp.gate_proj": "colwise",
+        "model.layers.*.mlp.up_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    }
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
@@ -281,6 +295,14 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         if not any(parameter.is_meta for parameter in self.parameters()):
             self.apply(self._init_weights)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding of its tokens (Hugging Face's convention)."""
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The projection to its vocabulary."""
+        return self.lm_head
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initialises the parameters that `module` itself holds (not its children's): matrices from

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from meshwright.runtime.recompute import apply_recompute
 from meshwright.runtime.replicas import Replicas
 from meshwright.runtime.seeds import DropoutStreams, preserved_random_state, seed_for
 from meshwright.runtime.shards import Shards
+from meshwright.runtime.tp import TensorParallel, plan_sharding
 from meshwright.runtime.units import choose_blocks, make_units
 from meshwright.runtime.zero import Zero
 from meshwright.spec import Job, Strategy
@@ -35,6 +36,7 @@ class Built:
 
     Attributes:
         coupled: its forward computes over the rows of all ranks, so that every rank must have them.
+        tp: how it is divided over the tensor-parallel ranks; None where it is not.
     """
 
     model: nn.Module
@@ -43,6 +45,7 @@ class Built:
     dropout: DropoutStreams
     traffic: Traffic
     coupled: bool
+    tp: TensorParallel | None
 
 
 def build(
@@ -53,10 +56,12 @@ def build(
     block_names: Sequence[str] | None,
     host: dist.ProcessGroup | None,
     weights: str | Path | None = None,
+    sharding: Mapping[str, str] | None = None,
 ) -> Built:
-    """Apply recompute, then ZeRO, then initial values.
+    """Apply tensor parallelism, recompute, then ZeRO, then initial values.
 
     Args:
+        sharding: which modules tensor parallelism divides how, where the model's own plan does not say so.
         weights: safetensors with initial values, as `pretrained.py` reads them.
         host: the group for coordination on the host; None where the default group serves.
 
@@ -75,18 +80,33 @@ def build(
     share_values(module, device, given)
     store_parameters_as(module, stored)
     blocks = choose_blocks(module, block_names)
+    traffic, tp = Traffic(), None
+    if mesh.tp > 1:
+        tp = TensorParallel(
+            module,
+            blocks,
+            mesh,
+            traffic,
+            device,
+            annotations=sharding or {},
+            sequence_parallel=strategy.sequence_parallel,
+        )
+    elif sharding:
+        plan_sharding(module, sharding)
+    cuts = tp.sharding.cuts if tp is not None else {}
     units = make_units(module, unit_blocks=strategy.unit_blocks, blocks=blocks)
-    dropout = DropoutStreams(job.seed, blocks)
+    part = mesh.tp_rank if strategy.sequence_parallel else 0
+    dropout = DropoutStreams(job.seed, blocks, part=part, split=tp.streams if tp is not None else None)
     apply_recompute(blocks, strategy)
     if compute != stored:
         cast_inputs(list(dict.fromkeys([module, *(part for unit in units for part in unit.modules)])), compute)
-    traffic = Traffic()
     zero: Zero
     if mesh.shard is not None:
         zero = Shards(
             module,
             units,
             mesh,
+            cuts,
             zero=strategy.zero,
             prefetch=strategy.prefetch,
             compute_dtype=compute,
@@ -99,8 +119,10 @@ def build(
         zero.find_stored()
     else:
         materialise(module, device=device, seed=job.seed, given=given)
-        zero = Replicas(units, mesh, compute_dtype=compute, stored_dtype=stored, reduce_dtype=reduced, traffic=traffic)
-    return Built(module, zero, mesh, dropout, traffic, coupled)
+        zero = Replicas(
+            units, mesh, cuts, compute_dtype=compute, stored_dtype=stored, reduce_dtype=reduced, traffic=traffic
+        )
+    return Built(module, zero, mesh, dropout, traffic, coupled, tp)
 
 
 def _module(model: nn.Module | Callable[[], nn.Module], seed: int, device: torch.device) -> nn.Module:

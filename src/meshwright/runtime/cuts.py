@@ -57,6 +57,11 @@ class Cut:
         sizes = tuple(sum(size for _, size in own) if length is None else length for own in segments)
         return cls(tuple(shape), dim, tuple(tuple(own) for own in segments), sizes, partial)
 
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds all of it."""
+        return all(own == () or own == ((0, self.shape[self.dim]),) for own in self.segments) if self.shape else True
+
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape that a rank holds."""
         if not self.shape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.errors import ConfigError
-from meshwright.runtime.batch import call_model, rows, split, to_device
+from meshwright.runtime.batch import rows, split, to_device
 from meshwright.runtime.build import build
+from meshwright.runtime.evaluation import evaluate_engine
 from meshwright.runtime.export import export_model, read_tensor
 from meshwright.runtime.factories import make_optimizer, make_scheduler
 from meshwright.runtime.gradients import clip_factor, scale, sum_of_squares
-from meshwright.runtime.loss import LossFunction, call_loss
+from meshwright.runtime.loss import LossFunction
 from meshwright.runtime.loss_scale import LossScale
 from meshwright.runtime.memory import MemoryMeter, bytes_of, state_storages
 from meshwright.runtime.microbatches import Microbatches
@@ -31,8 +32,9 @@ from meshwright.runtime.player import play
 from meshwright.runtime.ranks import global_rank, host_group, join_ranks, local_device, world_size
 from meshwright.runtime.report import StepReport
 from meshwright.runtime.resume import load_engine, save_engine
+from meshwright.runtime.same_batch import SameBatch
 from meshwright.runtime.seeds import preserved_random_state
-from meshwright.runtime.uneven import evaluation_parts, require_no_failure, share_of, together, wrong_rows
+from meshwright.runtime.uneven import require_no_failure, share_of, together, wrong_rows
 from meshwright.schedule import single_stage
 from meshwright.spec import Job, Strategy, require_executable
 
@@ -59,6 +61,8 @@ class Engine:
         device: this rank's device; its accelerator where there is one, by default.
         weights: safetensors (a file or a Hugging Face folder) with initial values. Each rank reads only its own slices;
             what they do not hold is named in the log and begins as without them.
+        sharding: how tensor parallelism divides modules, by name patterns (`*`: one part of a name): `colwise`,
+            `rowwise`, `vocab`, `sequence`, `replicate` or `gather-output`; the rest as the model's own plan has it.
         measure_memory: count memory in the `"first"` two steps, in `"every"` step (slower), or `"never"`.
 
     Raises:
@@ -80,6 +84,7 @@ class Engine:
         blocks: Sequence[str] | None = None,
         device: torch.device | str | None = None,
         weights: str | Path | None = None,
+        sharding: Mapping[str, str] | None = None,
         measure_memory: Literal["first", "every", "never"] = "first",
     ) -> None:
         require_executable(strategy, job)
@@ -93,9 +98,12 @@ class Engine:
         self.rank = global_rank()
         self._host_group = host_group(self.device)
         self.microbatches = strategy.microbatches(job.global_batch)
-        built = build(model, job, strategy, self.device, blocks, self._host_group, weights)
+        built = build(model, job, strategy, self.device, blocks, self._host_group, weights, sharding)
         self.model, self._zero, self._dropout, self._traffic = built.model, built.zero, built.dropout, built.traffic
         self._coupled, self._inside = built.coupled, False
+        self._mesh, self._tp, self._shared = built.mesh, built.tp, SameBatch(built.mesh, self.device)
+        #: Data-parallel ranks, and which of them this one is: what a sampler of local batches has to know.
+        self.data_ranks, self.data_rank = built.mesh.dp, built.mesh.dp_rank
         self._loss_tried = False
         self._loss, self._own_loss = loss, bind_loss(loss, self.model)
         self._scale = LossScale(dynamic=job.compute_dtype == "float16")
@@ -131,7 +139,7 @@ class Engine:
         Raises:
             ConfigError: the batch has another number of sequences, or the loss breaks its contract.
         """
-        mine = self._my_rows(batch)
+        mine = self._my_rows(self._shared.of(batch))
         return self._step(mine, rows(mine))
 
     def steps(self, batches: Iterable[Any]) -> Iterator[StepReport]:
@@ -145,11 +153,13 @@ class Engine:
         """
         share, whole = self.job.global_batch // self.strategy.dp, self.batch_scope == "global"
         most = self.job.global_batch if whole else share
-        for batch, count in together(batches, self.device, least=most if self._coupled else 0, same=whole):
+        for batch, count in together(
+            batches, self._shared, self.device, least=most if self._coupled else 0, same=whole
+        ):
             if count > most:
                 raise wrong_rows(count, f"at most {most}", self.job, self.strategy, self.batch_scope)
             if whole and count:
-                batch, count = share_of(batch, share)
+                batch, count = share_of(batch, share, self._mesh.dp_rank)
             yield self._step(to_device(batch, self.device), count)
 
     def _step(self, mine: Any, count: int) -> StepReport:
@@ -174,6 +184,8 @@ class Engine:
                 run.meter = meter
                 play(self.schedule, 0, run)
                 self._zero.finish_reduces()
+                if self._tp is not None:
+                    run.refused = run.refused or self._tp.sum_shares(self._zero)
             loss, weight, norm = self._agree(run)
             skipped = not (weight > 0 and math.isfinite(norm))
             scale_used = self._scale.factor
@@ -207,26 +219,7 @@ class Engine:
 
         Ranks may be handed different numbers of batches with `batch_scope="local"`, or none.
         """
-        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
-        failed: Exception | None = None
-        try:
-            with self.inference():
-                for batch in evaluation_parts(batches, self.strategy, self.batch_scope):
-                    outputs, targets = call_model(self.model, to_device(batch, self.device), labels=self._own_loss)
-                    total, weight = call_loss(self._loss, outputs, targets)
-                    totals[:2] += torch.stack([total.double(), weight])
-        except Exception as error:
-            totals[2], failed = 1, error  # told below: the others wait there
-        if world_size() > 1:
-            dist.all_reduce(totals)
-        require_no_failure(failed, int(totals[2]), "an evaluation")
-        if totals[1] <= 0:
-            raise ConfigError(
-                "the evaluation batches have no weight",
-                why="there are none, or none of their labels counts",
-                fix="evaluate at least one batch with a valid label",
-            )
-        return float(totals[0] / totals[1])
+        return evaluate_engine(self, batches)
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
@@ -245,7 +238,7 @@ class Engine:
         self._zero.begin_evaluation()
         self._inside, reachable = True, True
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._tp.whole() if self._tp is not None else nullcontext():
                 yield self.model
         except BaseException as error:
             reachable = isinstance(error, Exception)  # interrupted, it waits for nobody
@@ -318,16 +311,17 @@ class Engine:
         if found != expected:
             raise wrong_rows(found, f"expected {expected}", self.job, self.strategy, self.batch_scope)
         if self.batch_scope == "global":
-            batch = split(batch, global_rank() * share, (global_rank() + 1) * share)
+            batch = split(batch, self._mesh.dp_rank * share, (self._mesh.dp_rank + 1) * share)
         return to_device(batch, self.device)
 
     def _agree(self, run: Microbatches) -> tuple[float, float, float]:
         """The step's loss, global weight and gradient norm over all ranks, by one small all-reduce."""
         used = self._zero.used.flags
         values = torch.zeros(6 + len(used), dtype=torch.float64, device=self.device)
-        values[0], values[1], values[3], values[4] = run.loss, run.weight, run.tokens, run.samples
+        if self._mesh.leads:
+            values[0], values[1], values[3], values[4] = run.loss, run.weight, run.tokens, run.samples
         if self._zero.counts_norm:
-            values[2] = sum_of_squares(self._zero.gradients())
+            values[2] = sum_of_squares(self._zero.counted())
         values[5], values[6:] = float(run.refused is not None), used
         if world_size() > 1:
             self._traffic.count("statistics")

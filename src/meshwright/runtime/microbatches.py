@@ -12,7 +12,7 @@ from meshwright.runtime.additive import require_additive
 from meshwright.runtime.batch import call_model, count_tokens, split
 from meshwright.runtime.loss import call_loss
 from meshwright.runtime.memory import MemoryMeter
-from meshwright.runtime.ranks import global_rank, world_size
+from meshwright.runtime.ranks import world_size
 
 if TYPE_CHECKING:
     from meshwright.runtime.engine import Engine
@@ -47,7 +47,7 @@ class Microbatches:
         if microbatch * size >= self.samples and world_size() == 1:
             return  # nobody waits for it
         engine._zero.before_forward(release=release)
-        engine._dropout.start(engine.steps_done, global_rank() * engine.microbatches + microbatch)
+        engine._dropout.start(engine.steps_done, engine._mesh.dp_rank * engine.microbatches + microbatch)
         start, stop = microbatch * size, min((microbatch + 1) * size, self.samples)
         part = split(self._batch, start, stop) if start < stop else split(self._batch, 0, 1)
         outputs, targets = call_model(engine.model, part, labels=engine._own_loss)

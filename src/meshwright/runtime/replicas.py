@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.runtime.collectives import Traffic
+from meshwright.runtime.cuts import Cuts
 from meshwright.runtime.mesh import RankMesh
 from meshwright.runtime.precision import ComputeCopies
 from meshwright.runtime.units import Unit
@@ -65,13 +66,14 @@ class Replicas(Zero):
         self,
         units: Sequence[Unit],
         mesh: RankMesh,
+        cuts: Cuts,
         *,
         compute_dtype: torch.dtype,
         stored_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         traffic: Traffic,
     ) -> None:
-        super().__init__(units, mesh)
+        super().__init__(units, mesh, cuts)
         self._traffic = traffic
         self._reduce_dtype, self._narrow = reduce_dtype, reduce_dtype != stored_dtype
         self.find_stored()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-__all__ = ["DropoutStreams", "preserved_random_state", "seed_for"]
+__all__ = ["DropoutStreams", "SplitStreams", "preserved_random_state", "seed_for"]
 
 
 def seed_for(*parts: object) -> int:
@@ -34,10 +34,23 @@ class DropoutStreams:
     """Dropout from (seed, step, global microbatch, block, call): the same for every layout, replayed by recompute.
 
     The stream is set before the model's forward and again before each block's, outside of what recompute replays.
+
+    Args:
+        seed: the job's.
+        blocks: by name.
+        part: of each sequence that this rank computes in blocks, where ranks have different ones.
+        split: the streams between divided matrices.
     """
 
-    def __init__(self, seed: int, blocks: Sequence[tuple[str, nn.Module]]) -> None:
-        self._seed = seed
+    def __init__(
+        self,
+        seed: int,
+        blocks: Sequence[tuple[str, nn.Module]],
+        *,
+        part: int = 0,
+        split: SplitStreams | None = None,
+    ) -> None:
+        self._seed, self._part, self._split = seed, part, split
         self._now: tuple[int, int] | None = None
         self._calls: Counter[str] = Counter()
         for name, block in blocks:
@@ -47,13 +60,63 @@ class DropoutStreams:
         """Begin the forward of a global microbatch of a step."""
         self._now = (step, microbatch)
         self._calls.clear()
+        if self._split is not None:
+            self._split.begin()
         self._set("")
 
     def stop(self) -> None:
         """Leave the random state alone from here on (evaluation, generation)."""
         self._now = None
+        if self._split is not None:
+            self._split.end()
 
     def _set(self, block: str) -> None:
         if self._now is not None:
-            torch.manual_seed(seed_for(self._seed, "dropout", *self._now, block, self._calls[block]))
+            parts = (self._part,) if block and self._part else ()
+            torch.manual_seed(seed_for(self._seed, "dropout", *self._now, block, self._calls[block], *parts))
             self._calls[block] += 1
+
+
+class SplitStreams:
+    """Dropout between divided matrices: every tensor-parallel rank has other activations there, and another stream.
+
+    It is derived from the seed that the stream outside began with, which recompute restores, so that it is replayed.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self._outside: torch.Tensor | None = None
+        self._inside = ""
+        self._active = False
+
+    def begin(self) -> None:
+        """A forward of a step."""
+        self._outside, self._active = None, True
+
+    def end(self) -> None:
+        """Leave the random state alone from here on."""
+        self._outside, self._active = None, False
+
+    def divide(self, name: str) -> None:
+        """Activations are divided from here on, in the region of this name.
+
+        (A recompute ends where the last tensor is made that backward needs: inside of a region, often.)
+        """
+        if self._active and (self._outside is None or name != self._inside):
+            self._outside, self._inside = self._state(), name
+            torch.manual_seed(seed_for(torch.initial_seed(), "divided", name, self._rank))
+
+    def join(self) -> None:
+        """All ranks have the same activations again, and the stream outside goes on."""
+        if self._outside is not None:
+            if self._device.type == "cpu":
+                torch.set_rng_state(self._outside)
+            else:
+                torch.get_device_module(self._device).set_rng_state(self._outside)
+            self._outside = None
+
+    def _state(self) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return torch.get_rng_state()
+        state: torch.Tensor = torch.get_device_module(self._device).get_rng_state()
+        return state

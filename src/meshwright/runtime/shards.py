@@ -21,6 +21,7 @@ from meshwright.runtime._torch import (
     use_explicit_gathers,
 )
 from meshwright.runtime.collectives import CountedAllGather, CountedReduceScatter, Traffic
+from meshwright.runtime.cuts import Cuts
 from meshwright.runtime.mesh import RankMesh
 from meshwright.runtime.same_order import SameOrder
 from meshwright.runtime.tensors import hidden_gradients, map_values
@@ -44,6 +45,7 @@ class Shards(Zero):
         model: nn.Module,
         units: Sequence[Unit],
         mesh: RankMesh,
+        cuts: Cuts,
         *,
         zero: int,
         prefetch: int,
@@ -53,7 +55,7 @@ class Shards(Zero):
         traffic: Traffic,
         host: dist.ProcessGroup | None,
     ) -> None:
-        super().__init__(units, mesh)
+        super().__init__(units, mesh, cuts)
         if mesh.shard is None:
             raise TypeError("nothing is sharded")  # an internal error: `Replicas` serves then
         self._traffic = traffic

@@ -10,14 +10,15 @@ import torch.distributed as dist
 
 from meshwright.errors import ConfigError, RankFailure
 from meshwright.runtime.batch import rows, split
-from meshwright.runtime.ranks import global_rank, world_size
+from meshwright.runtime.ranks import world_size
+from meshwright.runtime.same_batch import SameBatch
 from meshwright.spec import Job, Strategy
 
 __all__ = ["evaluation_parts", "require_no_failure", "share_of", "together", "wrong_rows"]
 
 
 def together(
-    batches: Iterable[Any], device: torch.device, *, least: int = 0, same: bool = False
+    batches: Iterable[Any], shared: SameBatch, device: torch.device, *, least: int = 0, same: bool = False
 ) -> Iterator[tuple[Any, int]]:
     """This rank's batches until all ranks have run out, each with how many of its rows count.
 
@@ -25,6 +26,7 @@ def together(
 
     Args:
         batches: this rank's.
+        shared: with the ranks that compute the same rows.
         device: this rank's.
         least: rows that every rank has to have, where the model computes over those of all ranks.
         same: all ranks are handed the same batches.
@@ -34,7 +36,7 @@ def together(
             numbers of rows than the rest.
         RankFailure: on the others, when a rank's batches raise; there their own error is raised.
     """
-    left, latest = _iterator(batches), None
+    left, latest = shared.all_of(_iterator(batches)), None
     while True:
         batch, count, failed = None, 0, None
         try:
@@ -96,29 +98,33 @@ def require_no_failure(own: Exception | None, count: int, where: str) -> None:
         )
 
 
-def share_of(batch: Any, share: int) -> tuple[Any, int]:
-    """This rank's part of rows that all ranks were handed, in order and `share` for each, and how many it has.
+def share_of(batch: Any, share: int, dp_rank: int) -> tuple[Any, int]:
+    """A data-parallel rank's part of rows that all were handed, in order and `share` for each, and how many it has.
 
     A rank without a row gets one that does not count.
     """
     total = rows(batch)
-    start = min(global_rank() * share, total)
+    start = min(dp_rank * share, total)
     stop = min(start + share, total)
     return (split(batch, start, stop), stop - start) if start < stop else (split(batch, 0, 1), 0)
 
 
-def evaluation_parts(batches: Iterable[Any], strategy: Strategy, scope: str) -> Iterator[Any]:
+def evaluation_parts(
+    batches: Iterable[Any], shared: SameBatch, strategy: Strategy, scope: str, dp_rank: int
+) -> Iterator[Any]:
     """This rank's microbatches of batches without training.
 
     Args:
         batches: the same whole batches on every rank with scope "global" (each takes its rows); else this rank's own.
+        shared: with the ranks that compute the same rows.
         strategy: its microbatch is the most rows at once.
         scope: "global" or "local".
+        dp_rank: this data-parallel rank.
     """
-    for batch in _iterator(batches):
+    for batch in shared.all_of(_iterator(batches)):
         mine, count = batch, rows(batch)
         if scope == "global":
-            mine, count = share_of(batch, -(-count // strategy.dp))
+            mine, count = share_of(batch, -(-count // strategy.dp), dp_rank)
         for start in range(0, count, strategy.microbatch):
             yield split(mine, start, min(start + strategy.microbatch, count))
 

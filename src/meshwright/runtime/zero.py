@@ -61,11 +61,11 @@ class Used:
 class Zero(ABC):
     """What the engine asks of a way to hold parameters and gradients."""
 
-    def __init__(self, units: Sequence[Unit], mesh: RankMesh, cuts: Cuts | None = None) -> None:
+    def __init__(self, units: Sequence[Unit], mesh: RankMesh, cuts: Cuts) -> None:
         self.units = list(units)
         self.mesh = mesh
         #: How parameters lie over the tensor-parallel ranks; one without an entry is whole on each.
-        self.cuts: Cuts = cuts or {}
+        self.cuts = cuts
         self.used = Used([name for unit in units for name in unit.parameters])
         self.stored: dict[str, nn.Parameter] = {}
         #: Called at moments of a step when memory is worth counting; None when nobody counts.
@@ -95,6 +95,11 @@ class Zero(ABC):
     @abstractmethod
     def gradients(self) -> dict[str, torch.Tensor]:
         """This rank's reduced gradients by global name, as plain local tensors."""
+
+    def counted(self) -> dict[str, torch.Tensor]:
+        """Those of `gradients()` that this rank adds to the global norm: of what several hold, the first one's."""
+        rank, cuts = self.mesh.tp_rank, self.cuts
+        return {n: g for n, g in self.gradients().items() if n not in cuts or cuts[n].holders(rank)[0] == rank}
 
     def drop_unused(self, used: torch.Tensor) -> list[str]:
         """Take the gradient away from parameters that no rank used (0 in `used`); their names."""

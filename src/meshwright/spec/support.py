@@ -23,11 +23,6 @@ class Limit:
 
 NOT_EXECUTABLE: tuple[Limit, ...] = (
     Limit(
-        applies=lambda s, j: s.tp > 1,
-        what=lambda s, j: f"tensor parallelism (tp={s.tp})",
-        fix="set tp=1 and shard with zero=3",
-    ),
-    Limit(
         applies=lambda s, j: s.pp > 1,
         what=lambda s, j: f"pipeline parallelism (pp={s.pp})",
         fix="set pp=1 and shard with zero=3",
