@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,10 @@ __all__ = [
     "storage_key",
     "unsharded_gradient_storages",
     "use_explicit_gathers",
+    "wrapper_tensor",
 ]
+
+T = TypeVar("T", bound=torch.Tensor)
 
 
 def use_explicit_gathers(root: FSDPModule) -> None:
@@ -69,6 +72,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     """The identity of a storage while it is alive (2.13: a data pointer is 0 for every empty one)."""
     key: int = storage._cdata
     return key
+
+
+def wrapper_tensor(kind: type[T], shape: Sequence[int], strides: Sequence[int] | None, like: torch.Tensor) -> T:
+    """A tensor of a subclass that shows a shape without holding memory for it (2.13: no public constructor)."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, strides, dtype=like.dtype, device=like.device)
 
 
 def group_timeout(device: torch.device) -> timedelta:
