@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from meshwright.models import token_loss
 from meshwright.runtime import export
-from meshwright.runtime.boxes import own_part
+from meshwright.runtime.boxes import Held, own_part
+from meshwright.runtime.mesh import RankMesh
 from tests.harness.hugging_face import FAMILIES, make_model, rows_of
 from tests.harness.ranks import run_ranks
 from tests.runtime.checkpoints import small_disk
@@ -179,8 +180,8 @@ def replaced(name: str, value: Any) -> Iterator[None]:
 def export_shapes_of_zero(folder: Path) -> str:
     """What other frameworks wrote: of every tensor what the first rank held itself."""
 
-    def local(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-        return own_part(tensor).to(dtype) if dist.get_rank() == 0 else None
+    def local(held: Held, dtype: torch.dtype, mesh: RankMesh) -> Tensor | None:
+        return own_part(held.tensor).to(dtype) if dist.get_rank() == 0 else None
 
     with replaced("gather_to_first", local):
         return export_once(folder)

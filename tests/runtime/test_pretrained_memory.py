@@ -15,6 +15,7 @@ from torch import nn
 
 from meshwright.models import Decoder, DecoderConfig, token_loss
 from meshwright.runtime import Engine
+from meshwright.runtime.boxes import Held
 from meshwright.runtime.init import meta_parameters
 from meshwright.runtime.pretrained import Pretrained
 from meshwright.spec import Job, Strategy
@@ -116,9 +117,9 @@ def own_rows(parameter: torch.Tensor) -> tuple[torch.Tensor, slice]:
 def reads_whole_tensors(fill: Any) -> Any:
     """The fault: every rank has the whole model in memory before it takes its share."""
 
-    def filled(self: Pretrained, targets: dict[str, torch.Tensor]) -> None:
-        held = {name: torch.empty(tensor.shape) for name, tensor in targets.items()}
-        for name, tensor in held.items():
+    def filled(self: Pretrained, targets: dict[str, Held]) -> None:
+        wholes = {name: torch.empty(held.shape) for name, held in targets.items()}
+        for name, tensor in wholes.items():
             self._files.read(self._keys[name][0], tuple(slice(0, size) for size in tensor.shape), tensor)
         fill(self, targets)
 

@@ -18,13 +18,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from meshwright.errors import CheckpointError
+from meshwright.runtime.boxes import Held
 from meshwright.runtime.checkpoint_files import complete, newest, read_manifest, remove_stale
+from meshwright.runtime.checkpoint_planner import PieceLoader, PieceSaver
 from meshwright.runtime.checkpoint_storage import Reader, Writer, is_distributed, read_metadata
 
 __all__ = [
@@ -46,7 +47,7 @@ _NAMED = 3
 
 def save_checkpoint(
     folder: Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | Held],
     manifest: Mapping[str, Any],
     *,
     group: dist.ProcessGroup | None = None,
@@ -55,7 +56,8 @@ def save_checkpoint(
 
     Args:
         folder: the final name, on a file system that all hosts share; its parents are made.
-        tensors: global name to a plain tensor (the same on every rank: written once) or a DTensor of any mesh.
+        tensors: global name to a plain tensor (the same on every rank: written once), a DTensor of any mesh, or what
+            this rank holds of a tensor that is cut over tensor-parallel ranks.
         manifest: the caller's own values, as JSON takes them; those of the first rank are kept.
         group: the ranks that save.
 
@@ -65,10 +67,9 @@ def save_checkpoint(
         RuntimeError: another rank died. The temporary folder stays; `newest` passes over it.
     """
     writer = Writer(folder, manifest)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with torch.no_grad(), _one_error(f"saving {folder} failed"):
-            save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
+            save(_held(tensors), storage_writer=writer, planner=PieceSaver(), process_group=group)
     except CheckpointError:
         # DCP has heard of every rank: none writes any more.
         if writer.draft is not None:
@@ -80,13 +81,13 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: Path, tensors: Mapping[str, torch.Tensor], *, group: dist.ProcessGroup | None = None
+    folder: Path, tensors: Mapping[str, torch.Tensor | Held], *, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
     """Fills tensors in place, each rank reading only the boxes that it needs. All ranks of the group call it.
 
     Args:
         folder: a checkpoint.
-        tensors: global name to a plain tensor or a DTensor, in any layout. Of each kind that is asked for at all (the
+        tensors: global name to a tensor, as for the save, in any layout. Of each kind that is asked for at all (the
             part of a name before its first dot), the ranks together must ask for every tensor that is stored.
         group: the ranks that load.
 
@@ -98,10 +99,10 @@ def load_checkpoint(
             tensor touched; or a file that cannot be read, and then the values of the tensors are undefined.
     """
     manifest, metadata = _from_first(group, lambda: (read_manifest(folder), read_metadata(folder)))
-    _require_same_model(folder, metadata, tensors, group)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    held = _held(tensors)
+    _require_same_model(folder, metadata, held, group)
     with torch.no_grad(), _one_error(f"loading {folder} failed"):
-        load(dict(tensors), storage_reader=Reader(folder, metadata), planner=planner, process_group=group)
+        load(held, storage_reader=Reader(folder, metadata), planner=PieceLoader(), process_group=group)
     return manifest
 
 
@@ -130,6 +131,10 @@ def stored(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     }
 
 
+def _held(tensors: Mapping[str, torch.Tensor | Held]) -> dict[str, Held]:
+    return {name: tensor if isinstance(tensor, Held) else Held(tensor) for name, tensor in tensors.items()}
+
+
 # ---------------------------------------------------------------------------------------------------- among the ranks
 
 
@@ -151,7 +156,7 @@ def _from_first(group: dist.ProcessGroup | None, make: Callable[[], T]) -> T:
 
 
 def _require_same_model(
-    folder: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
+    folder: Path, metadata: Metadata, tensors: Mapping[str, Held], group: dist.ProcessGroup | None
 ) -> None:
     """Compares what all ranks ask for with what is stored; every rank raises the same CheckpointError."""
     names = sorted(metadata.state_dict_metadata)
@@ -180,16 +185,16 @@ def _kind(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _differences(metadata: Metadata, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def _differences(metadata: Metadata, tensors: Mapping[str, Held]) -> list[str]:
     found = []
-    for name, tensor in sorted(tensors.items()):
+    for name, held in sorted(tensors.items()):
         entry = metadata.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
             found.append(f"{name} is not stored")
-        elif entry.size != tensor.shape:
-            found.append(f"{name} is stored as {_shape(entry.size)}, and is {_shape(tensor.shape)} here")
-        elif entry.properties.dtype != tensor.dtype:
-            found.append(f"{name} is stored in {entry.properties.dtype}, and is in {tensor.dtype} here")
+        elif entry.size != held.shape:
+            found.append(f"{name} is stored as {_shape(entry.size)}, and is {_shape(held.shape)} here")
+        elif entry.properties.dtype != held.dtype:
+            found.append(f"{name} is stored in {entry.properties.dtype}, and is in {held.dtype} here")
     return found
 
 

@@ -1,7 +1,8 @@
 """Checkpoint folders as files: what makes one complete, which is the newest, what a dead save left behind.
 
     step-000120/
-        rank-00000.safetensors ...   the pieces of tensors that a rank wrote, with their offsets in the whole tensor
+        rank-00000.safetensors ...   the pieces of tensors that a rank wrote, with their offsets in the whole tensor;
+                                     further pieces of one tensor lie in rank-00000-2.safetensors and so on
         manifest.json                written last: format, every file with its size, the caller's own values
 
 A save writes into `step-000120.tmp-<token>` beside it and renames that when everything is on the disk. The manifest is

@@ -1,4 +1,4 @@
-"""A storage back end for Distributed Checkpoint (PyTorch's DCP): one safetensors file per rank, no pickle.
+"""A storage back end for Distributed Checkpoint (PyTorch's DCP): safetensors files of each rank, no pickle.
 
 Why not PyTorch's own (2.13): `FileSystemReader` unpickles `.metadata` and reads every saved piece whole;
 `HuggingFaceStorageWriter` holds a rank's whole share twice in memory, refuses tensors that are not contiguous and
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -39,7 +40,7 @@ SHARDING_KEY = "DCP_SHARDING_INFO"
 
 
 class Writer(StorageWriter):
-    """DCP's steps of a save: the first rank makes a draft, every rank writes its file, the first rank commits."""
+    """DCP's steps of a save: the first rank makes a draft, every rank writes its files, the first rank commits."""
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -76,27 +77,29 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
-        pairs = [(_piece(item), item) for item in plan.items]
-        pairs.sort(key=lambda pair: -pair[0].dtype.itemsize)
-        pieces, items = [piece for piece, _ in pairs], [item for _, item in pairs]
         folder = self.folder.with_name(plan.storage_data)
-        name = f"rank-{self.rank:05d}.safetensors"
-        if pairs:
-            needed_bytes = sum(piece.size_bytes for piece in pieces)
-            with explained("write", folder / name, rank=self.rank, needed_bytes=needed_bytes):
-                if not folder.is_dir():
-                    raise FileNotFoundError(
-                        f"{folder}, made by the first rank, is not there: hosts must share the file system"
-                    )
-                buffers = (as_bytes(cast(torch.Tensor, planner.resolve_data(item))) for item in items)
-                size = write_pieces(folder / name, pieces, buffers, metadata=_about(pieces))
-        done.set_result(
-            [
-                WriteResult(index=item.index, size_in_bytes=piece.size_bytes, storage_data=(name, size))
-                for piece, item in pairs
-            ]
-        )
+        results: list[WriteResult] = []
+        for number, items in enumerate(_files(plan.items), start=1):
+            more = f"-{number}" if number > 1 else ""
+            results += self._write_file(folder / f"rank-{self.rank:05d}{more}.safetensors", items, planner)
+        done.set_result(results)
         return done
+
+    def _write_file(self, path: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        items.sort(key=lambda item: -_piece(item).dtype.itemsize)
+        pieces = [_piece(item) for item in items]
+        needed_bytes = sum(piece.size_bytes for piece in pieces)
+        with explained("write", path, rank=self.rank, needed_bytes=needed_bytes):
+            if not path.parent.is_dir():
+                raise FileNotFoundError(
+                    f"{path.parent}, made by the first rank, is not there: hosts must share the file system"
+                )
+            buffers = (as_bytes(cast(torch.Tensor, planner.resolve_data(item))) for item in items)
+            size = write_pieces(path, pieces, buffers, metadata=_about(pieces))
+        return [
+            WriteResult(index=item.index, size_in_bytes=piece.size_bytes, storage_data=(path.name, size))
+            for piece, item in zip(pieces, items, strict=True)
+        ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         assert self.draft is not None
@@ -182,6 +185,19 @@ def _box(piece: Any, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Te
     ranges = [slice(start, start + length) for start, length in zip(offsets, lengths, strict=True)]
     box: torch.Tensor = piece[tuple(ranges)]
     return box
+
+
+def _files(items: Iterable[WriteItem]) -> list[list[WriteItem]]:
+    """What goes into each file of a rank: a file holds one piece of a name, and fused weights have several."""
+    files: list[list[WriteItem]] = []
+    found: Counter[str] = Counter()
+    for item in items:
+        number = found[item.index.fqn]
+        found[item.index.fqn] += 1
+        if number == len(files):
+            files.append([])
+        files[number].append(item)
+    return files
 
 
 def _piece(item: WriteItem) -> Piece:

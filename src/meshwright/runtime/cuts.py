@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -90,6 +90,28 @@ class Cut:
             found.append((slice(at, at + size), slice(start, start + size)))
             at += size
         return found
+
+    def first_places(self, rank: int) -> list[tuple[slice, slice]]:
+        """As `places`, without what a rank before this one holds too: over all ranks, every element once."""
+        earlier = sorted(segment for own in self.segments[:rank] for segment in own)
+        return [
+            (slice(start - there.start + here.start, stop - there.start + here.start), slice(start, stop))
+            for here, there in self.places(rank)
+            for start, stop in _without(earlier, there)
+        ]
+
+
+def _without(taken: Sequence[Segment], span: slice) -> Iterator[tuple[int, int]]:
+    """What is left of a span, as starts and stops, without segments that are sorted by their starts."""
+    start = span.start
+    for begin, size in taken:
+        if begin >= span.stop:
+            break
+        if begin > start:
+            yield start, begin
+        start = max(start, begin + size)
+    if start < span.stop:
+        yield start, span.stop
 
 
 Cuts = Mapping[str, Cut]

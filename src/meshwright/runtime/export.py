@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.runtime.agreement import failing_together
-from meshwright.runtime.boxes import gather_to_first
+from meshwright.runtime.boxes import Held, gather_to_all, gather_to_first
 from meshwright.runtime.checkpoint_files import Draft, explained
 from meshwright.runtime.ranks import global_rank
 from meshwright.runtime.safetensors_file import CODES, Piece, as_bytes, write_pieces
@@ -34,10 +33,10 @@ __all__ = ["export_model", "read_tensor"]
 
 @dataclass(frozen=True)
 class _File:
-    """A file of an export: its name in the folder, and what it holds, each with the tensor that it is read from."""
+    """A file of an export: its name in the folder, and what it holds, each with what this rank holds of it."""
 
     name: str
-    entries: tuple[tuple[Piece, torch.Tensor], ...]
+    entries: tuple[tuple[Piece, Held], ...]
 
     @property
     def pieces(self) -> list[Piece]:
@@ -78,7 +77,8 @@ def export_model(
                 stack.callback(draft.close)
         try:
             with failing_together(group):
-                gathered = (gather_to_first(tensor, piece.dtype) for file in files for piece, tensor in file.entries)
+                entries = (entry for file in files for entry in file.entries)
+                gathered = (gather_to_first(held, piece.dtype, zero.mesh) for piece, held in entries)
                 try:
                     if draft is not None:
                         with explained("write", folder, needed_bytes=needed_bytes):
@@ -106,8 +106,7 @@ def read_tensor(model: nn.Module, zero: Zero, name: str) -> torch.Tensor:
             why=f"it has {', '.join(list(zero.stored)[:5])}, ...",
             fix="name it as model.named_parameters() or model.named_buffers() does",
         )
-    tensor = tensors[first].detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return gather_to_all(zero.held(first, tensors[first]), zero.mesh)
 
 
 def _first_names(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
@@ -136,7 +135,7 @@ def _planned(
         raise ConfigError(f"dtype={dtype}", why="weights are floating-point numbers", fix="use torch.bfloat16, say")
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes={max_shard_bytes}", fix="give the most bytes of a file, 5 * 2**30 say")
-    entries: list[tuple[Piece, torch.Tensor]] = []
+    entries: list[tuple[Piece, Held]] = []
     chosen = _expected_names(model, zero.units)
     persistent = model.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
@@ -144,11 +143,12 @@ def _planned(
         turned = dtype if dtype is not None and name in zero.stored and tensor.is_floating_point() else tensor.dtype
         if turned not in CODES:
             raise ConfigError(f"{name} is of {turned}", why="safetensors has no such dtype", fix="export with dtype=")
-        entries.append((Piece(name=chosen.get(name, name), dtype=turned, shape=tuple(tensor.shape)), tensor))
+        held = zero.held(name, tensor)
+        entries.append((Piece(name=chosen.get(name, name), dtype=turned, shape=held.shape), held))
     if _is_adapted(model):
         return _adapter_files(model, entries)
     entries.sort(key=lambda entry: -entry[0].dtype.itemsize)
-    shards: list[list[tuple[Piece, torch.Tensor]]] = [[]]
+    shards: list[list[tuple[Piece, Held]]] = [[]]
     held_bytes = 0
     for entry in entries:
         if shards[-1] and held_bytes + entry[0].size_bytes > max_shard_bytes:
@@ -183,12 +183,12 @@ def _is_adapted(model: nn.Module) -> bool:
     return isinstance(model, peft.PeftModel) or any(inside)
 
 
-def _adapter_files(model: Any, entries: Sequence[tuple[Piece, torch.Tensor]]) -> list[_File]:
+def _adapter_files(model: Any, entries: Sequence[tuple[Piece, Held]]) -> list[_File]:
     """Only the adapters of a PEFT model, under the names and in the folders that PEFT gives them."""
     peft: Any = sys.modules["peft"]
     utils, files = peft.utils, []
     prefix = "" if isinstance(model, peft.PeftModel) else "base_model.model."
-    by_name = {piece.name: (piece, tensor) for piece, tensor in entries}
+    by_name = {piece.name: (piece, held) for piece, held in entries}
     for adapter in model.peft_config:
         stand_ins = {name: torch.empty(0, device="meta") for name in by_name}
         names = {id(stand_in): name for name, stand_in in stand_ins.items()}
@@ -197,8 +197,8 @@ def _adapter_files(model: Any, entries: Sequence[tuple[Piece, torch.Tensor]]) ->
         )
         chosen = []
         for key, stand_in in kept.items():
-            piece, tensor = by_name[names[id(stand_in)]]
-            chosen.append((Piece(name=prefix + key, dtype=piece.dtype, shape=piece.shape), tensor))
+            piece, held = by_name[names[id(stand_in)]]
+            chosen.append((Piece(name=prefix + key, dtype=piece.dtype, shape=piece.shape), held))
         chosen.sort(key=lambda entry: -entry[0].dtype.itemsize)
         place = "" if adapter == "default" else f"{adapter}/"
         files.append(_File(f"{place}{utils.SAFETENSORS_WEIGHTS_NAME}", tuple(chosen)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwright.errors import ConfigError
 from meshwright.runtime.adapters import adapter_init, original_name
-from meshwright.runtime.boxes import empty_like_own
+from meshwright.runtime.boxes import Held, zeros_like_own
+from meshwright.runtime.cuts import Cut, Cuts
 from meshwright.runtime.pretrained import Pretrained
 from meshwright.runtime.seeds import preserved_random_state, seed_for
 from meshwright.runtime.units import Owner, owners
@@ -61,7 +62,15 @@ def _values_lost(what: str) -> ConfigError:
     )
 
 
-def materialise(model: nn.Module, *, device: torch.device, seed: int, given: Pretrained | None = None) -> None:
+def materialise(
+    model: nn.Module,
+    *,
+    device: torch.device,
+    seed: int,
+    given: Pretrained | None = None,
+    cuts: Cuts | None = None,
+    tp_rank: int = 0,
+) -> None:
     """Give every parameter its initial values: those that are given, and what is meta still from the init functions.
 
     The init functions run module by module: a module's own parameters are allocated whole, initialised with the random
@@ -69,13 +78,23 @@ def materialise(model: nn.Module, *, device: torch.device, seed: int, given: Pre
     module is whole at a time. The init function is the model's `_init_weights(module)` (Hugging Face's convention) or
     the module's `reset_parameters()`; adapters have PEFT's. A module whose parameters are all given is passed over.
 
+    Args:
+        model: its parameters have the shapes that this tensor-parallel rank holds.
+        device: where they get their values.
+        seed: of all random streams.
+        given: files with values of some of them, or of all.
+        cuts: how parameters lie over the tensor-parallel ranks, by name; one without an entry is whole on each.
+        tp_rank: this rank's number among them.
+
     Raises:
         ConfigError: a module has parameters but no init function.
         CheckpointError: what is given cannot be read.
     """
+    cuts = cuts or {}
     if given is not None:
-        _take_given(model, device, given)
+        _take_given(model, device, given, cuts, tp_rank)
     names = {id(module): name for name, module in model.named_modules()}
+    whole_shapes = {owner: cuts[name].shape for name, where in owners(model).items() if name in cuts for owner in where}
     places = {name: where for name, where in owners(model).items() if _get(where[0]).is_meta}
     by_module: dict[int, tuple[nn.Module, dict[str, tuple[Owner, ...]]]] = {}
     for name, where in places.items():
@@ -83,36 +102,33 @@ def materialise(model: nn.Module, *, device: torch.device, seed: int, given: Pre
     with preserved_random_state(device), torch.no_grad():
         for module, parameters in by_module.values():
             sharded = {name: _get(where[0]) for name, where in parameters.items()}
-            for name, where in parameters.items():
-                meta = sharded[name]
-                whole = torch.empty(meta.shape, dtype=meta.dtype, device=device)
-                setattr(where[0].module, where[0].name, nn.Parameter(whole, requires_grad=meta.requires_grad))
+            for where in parameters.values():
+                _put_whole(where[0], whole_shapes, device)
             own = {where[0].name for where in parameters.values()}
             borrowed = {name: p for name, p in module.named_parameters(recurse=False) if name not in own}
-            for name, tied in borrowed.items():  # what has its values, here or in another module, keeps them
-                scratch = torch.empty(tied.shape, dtype=tied.dtype, device=device)
-                setattr(module, name, nn.Parameter(scratch, requires_grad=tied.requires_grad))
+            for name in borrowed:  # what has its values, here or in another module, keeps them
+                _put_whole(Owner(module, name), whole_shapes, device)
             torch.manual_seed(seed_for(seed, "init", original_name(model, names[id(module)])))
             _init_function(model, module, names[id(module)])()
             for name, tied in borrowed.items():
                 setattr(module, name, tied)
             for name, where in parameters.items():
-                _place(where, _sliced(_get(where[0]), sharded[name]))
+                _place(where, _sliced(_get(where[0]), sharded[name], cuts.get(name), tp_rank))
     if given is not None:
         given.fill_buffers(model)
 
 
-def _take_given(model: nn.Module, device: torch.device, given: Pretrained) -> None:
+def _take_given(model: nn.Module, device: torch.device, given: Pretrained, cuts: Cuts, tp_rank: int) -> None:
     """Give the parameters that are stored in files their values, allocating only this rank's part of each."""
-    targets: dict[str, torch.Tensor] = {}
+    targets: dict[str, Held] = {}
     for name, where in owners(model).items():
         if name in given:
             parameter = _get(where[0])
             if parameter.is_meta:
-                room = empty_like_own(parameter.detach(), device)
+                room = zeros_like_own(parameter.detach(), device)
                 parameter = nn.Parameter(room, requires_grad=parameter.requires_grad)
                 _place(where, parameter)
-            targets[name] = parameter
+            targets[name] = Held(parameter, cuts.get(name), tp_rank)
     given.fill(targets)
 
 
@@ -153,10 +169,20 @@ def _place(where: tuple[Owner, ...], parameter: nn.Parameter) -> None:
         setattr(owner.module, owner.name, parameter)
 
 
-def _sliced(whole: nn.Parameter, meta: nn.Parameter) -> nn.Parameter:
-    if not isinstance(meta, DTensor):
+def _put_whole(owner: Owner, whole_shapes: Mapping[Owner, tuple[int, ...]], device: torch.device) -> None:
+    """Room for a whole parameter in place of what this rank has of it: init functions look at shapes."""
+    held = _get(owner)
+    whole = torch.empty(whole_shapes.get(owner, held.shape), dtype=held.dtype, device=device)
+    setattr(owner.module, owner.name, nn.Parameter(whole, requires_grad=held.requires_grad))
+
+
+def _sliced(whole: nn.Parameter, meta: nn.Parameter, cut: Cut | None, tp_rank: int) -> nn.Parameter:
+    """This rank's part: what its tensor-parallel rank has of it, and of that its shard."""
+    if cut is None and not isinstance(meta, DTensor):
         return whole
-    local = distribute_tensor(whole.detach(), meta.device_mesh, meta.placements, src_data_rank=None)
+    local = whole.detach() if cut is None else cut.take(whole.detach(), tp_rank)
+    if isinstance(meta, DTensor):
+        local = distribute_tensor(local, meta.device_mesh, meta.placements, src_data_rank=None)
     return nn.Parameter(local, requires_grad=meta.requires_grad)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.errors import ConfigError
 from meshwright.runtime.agreement import failing_together
-from meshwright.runtime.boxes import own_box, own_part
+from meshwright.runtime.boxes import Held
 from meshwright.runtime.ranks import global_rank, world_size
 from meshwright.runtime.seeds import seed_for
 from meshwright.runtime.weight_conversions import Conversion
@@ -58,26 +58,27 @@ class Pretrained:
     def __contains__(self, name: str) -> bool:
         return name in self._keys or name in self._made
 
-    def fill(self, targets: dict[str, torch.Tensor]) -> None:
-        """Copy this rank's boxes from the files into tensors of the model by global name, DTensors or plain ones.
+    def fill(self, targets: Mapping[str, Held]) -> None:
+        """Copy this rank's boxes from the files into what it holds of the model's tensors, by global name.
 
         All ranks call it. Elements are converted to the tensor's dtype box by box. What transformers makes of several
-        tensors is made whole, one at a time.
+        tensors is made whole, one at a time. Padding is left as it is.
 
         Raises:
             CheckpointError: on all ranks, when one cannot read; the tensors are undefined then.
             ConfigError: a tied weight is stored twice with different values.
         """
         with failing_together(self._group), torch.no_grad():
-            for name, tensor in targets.items():
-                box, part = own_box(tensor), own_part(tensor)
+            for name, held in targets.items():
                 if name in self._made:
-                    part.copy_(self._made[name].make(self._files.whole)[box])
+                    made = self._made[name].make(self._files.whole)
+                    for box, part in held.pieces():
+                        part.copy_(made[box])
                     continue
                 first, *others = self._keys[name]
-                self._files.read(first, box, part)
-                for other in others:
-                    if self._files.differs(other, box, part):
+                for box, part in held.pieces():
+                    self._files.read(first, box, part)
+                    if other := next((key for key in others if self._files.differs(key, box, part)), None):
                         raise ConfigError(
                             f"{self._files.place} stores {first} and {other} with different values",
                             why=f"the model ties the two ({name}), so one of them would be lost",
@@ -86,7 +87,7 @@ class Pretrained:
 
     def fill_buffers(self, model: nn.Module) -> None:
         """The same for all persistent buffers that are stored."""
-        self.fill({name: buffer for name, buffer in model.named_buffers() if name in self})
+        self.fill({name: Held(buffer) for name, buffer in model.named_buffers() if name in self})
 
     def _require_same_files(self) -> None:
         """Refuse machines whose files hold other tensors: they would take other parts in what follows."""

@@ -31,7 +31,7 @@ def save_engine(engine: Engine, folder: Path, extra: dict[str, Any]) -> None:
     Raises:
         CheckpointError: it cannot be written.
     """
-    stored = engine._zero.stored
+    zero = engine._zero
     manifest = {
         "engine": {
             "steps_done": engine.steps_done,
@@ -40,13 +40,13 @@ def save_engine(engine: Engine, folder: Path, extra: dict[str, Any]) -> None:
             "loss_scale": engine._scale.state(),
             "optimizer": type(engine.optimizer).__name__,
             "groups": group_options(engine.optimizer),
-            "numbers": optimizer_numbers(engine.optimizer, stored),
+            "numbers": optimizer_numbers(engine.optimizer, zero.stored),
             "scheduler_name": type(engine.scheduler).__name__ if engine.scheduler is not None else "none",
             "scheduler": scheduler_state(engine.scheduler),
         },
         "extra": extra,
     }
-    states = model_states(engine.model, stored) | optimizer_states(engine.optimizer, stored)
+    states = model_states(engine.model, zero) | optimizer_states(engine.optimizer, zero)
     save_checkpoint(folder, states, manifest, group=engine._host_group)
 
 
@@ -56,15 +56,15 @@ def load_engine(engine: Engine, folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the folder is no complete checkpoint, or one of another model.
     """
-    stored = engine._zero.stored
+    zero = engine._zero
     manifest, found = shared_manifest(folder, group=engine._host_group)
     saved = manifest.get("engine")
     if not isinstance(saved, dict):
         raise CheckpointError(f"{folder} was not written by Engine.save", fix="give a checkpoint of a training run")
     require_same_optimizer(engine.optimizer, engine.scheduler, saved)
-    states = new_optimizer_states(engine.optimizer, stored, found)
-    load_checkpoint(folder, model_states(engine.model, stored) | states, group=engine._host_group)
-    adopt_optimizer_states(engine.optimizer, stored, states, saved["numbers"])
+    states = new_optimizer_states(engine.optimizer, zero, found)
+    load_checkpoint(folder, model_states(engine.model, zero) | states, group=engine._host_group)
+    adopt_optimizer_states(engine.optimizer, zero.stored, states, saved["numbers"])
     restore_group_options(engine.optimizer, saved["groups"])
     if engine.scheduler is not None and saved["scheduler"] is not None:
         engine.scheduler.load_state_dict(saved["scheduler"])

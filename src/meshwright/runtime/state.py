@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.errors import CheckpointError
+from meshwright.runtime.boxes import Held, own_part
+from meshwright.runtime.zero import Zero
 
 __all__ = [
     "adopt_optimizer_states",
@@ -31,18 +32,18 @@ _EXECUTION = ("params", "fused", "foreach", "capturable", "differentiable")
 Parameters = Mapping[str, nn.Parameter]
 
 
-def model_states(model: nn.Module, parameters: Parameters) -> dict[str, torch.Tensor]:
-    """Every stored parameter (tied ones once) and persistent buffer, as `model.<name>`; sharded ones are DTensors."""
-    states = {_MODEL + name: parameter.detach() for name, parameter in parameters.items()}
+def model_states(model: nn.Module, zero: Zero) -> dict[str, Held]:
+    """What this rank holds of every parameter (tied ones once) and persistent buffer, as `model.<name>`."""
     persistent = model.state_dict(keep_vars=True)
-    return states | {_MODEL + name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return {_MODEL + name: zero.held(name, tensor) for name, tensor in {**zero.stored, **buffers}.items()}
 
 
-def optimizer_states(optimizer: Optimizer, parameters: Parameters) -> dict[str, torch.Tensor]:
-    """Every tensor of the optimizer's states, as `optimizer.<parameter name>.<state>`."""
+def optimizer_states(optimizer: Optimizer, zero: Zero) -> dict[str, Held]:
+    """What it holds of every tensor of the optimizer's states, as `optimizer.<parameter name>.<state>`."""
     return {
-        f"{_OPTIMIZER}{name}.{key}": value
-        for name, parameter in parameters.items()
+        f"{_OPTIMIZER}{name}.{key}": zero.held(name, value) if _lies_like(key, value, parameter) else Held(value)
+        for name, parameter in zero.stored.items()
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, torch.Tensor)
     }
@@ -69,8 +70,8 @@ def optimizer_numbers(optimizer: Optimizer, parameters: Parameters) -> dict[str,
 
 
 def new_optimizer_states(
-    optimizer: Optimizer, parameters: Parameters, stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-) -> dict[str, torch.Tensor]:
+    optimizer: Optimizer, zero: Zero, stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> dict[str, Held]:
     """Room for the optimizer states of a checkpoint, each laid out like its parameter; the optimizer is not touched.
 
     (No step with zero gradients to create them: it would count as a step.)
@@ -79,35 +80,36 @@ def new_optimizer_states(
         CheckpointError: states of a parameter that this optimizer does not train.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    states: dict[str, torch.Tensor] = {}
+    states: dict[str, Held] = {}
     for full, (shape, dtype) in stored.items():
         if not full.startswith(_OPTIMIZER):
             continue
         name, _, key = full[len(_OPTIMIZER) :].rpartition(".")
-        parameter = parameters.get(name)
+        parameter = zero.stored.get(name)
         if parameter is None or id(parameter) not in groups:
             raise CheckpointError(
                 f"the checkpoint holds optimizer states of {name}, which this model does not train",
                 why="it is a checkpoint of another model",
                 fix="resume with the model that wrote it",
             )
-        if shape == tuple(parameter.shape) and key != "step":
-            states[full] = torch.zeros_like(parameter.detach(), dtype=dtype)
+        if shape == zero.held(name, parameter).shape and key != "step":
+            states[full] = zero.held(name, torch.zeros_like(parameter.detach(), dtype=dtype))
         else:
             group = groups[id(parameter)]
             on_device = group.get("fused") or group.get("capturable")
-            states[full] = torch.zeros(shape, dtype=dtype, device=_device(parameter) if on_device else "cpu")
+            device = own_part(parameter).device if on_device else "cpu"
+            states[full] = Held(torch.zeros(shape, dtype=dtype, device=device))
     return states
 
 
 def adopt_optimizer_states(
-    optimizer: Optimizer, parameters: Parameters, states: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]
+    optimizer: Optimizer, parameters: Parameters, states: Mapping[str, Held], numbers: Mapping[str, Any]
 ) -> None:
     """Give the optimizer loaded states in place of its own."""
     optimizer.state.clear()
-    for full, value in states.items():
+    for full, held in states.items():
         name, _, key = full[len(_OPTIMIZER) :].rpartition(".")
-        optimizer.state[parameters[name]][key] = value
+        optimizer.state[parameters[name]][key] = held.tensor
     for name, values in numbers.items():
         optimizer.state[parameters[name]].update(values)
 
@@ -182,5 +184,6 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _device(parameter: torch.Tensor) -> torch.device:
-    return parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
+def _lies_like(key: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a state has an element for each of the parameter's; a count of steps is one even beside a scalar."""
+    return value.shape == parameter.shape and key != "step"

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
+from meshwright.runtime.boxes import Held
 from meshwright.runtime.cuts import Cuts
 from meshwright.runtime.mesh import RankMesh
 from meshwright.runtime.units import Unit
@@ -126,6 +127,10 @@ class Zero(ABC):
     def find_stored(self) -> None:
         """Look up the stored parameters (by global name, in the order of `used.names`) while nothing is gathered."""
         self.stored = {name: self.parameter(unit, name) for unit in self.units for name in unit.parameters}
+
+    def held(self, name: str, tensor: torch.Tensor) -> Held:
+        """A tensor that lies as the parameter or buffer of that name does: itself, its gradient, a state of it."""
+        return Held(tensor.detach(), self.cuts.get(name), self.mesh.tp_rank)
 
     @abstractmethod
     def gathered_storages(self) -> list[torch.UntypedStorage]:

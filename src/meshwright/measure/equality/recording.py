@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from meshwright.measure.equality.float64 import float32_upcasts_stay_float64
-from meshwright.measure.equality.records import Piece, Run, Step, piece
+from meshwright.measure.equality.records import Run, Step, piece
 from meshwright.runtime import Engine
 
-__all__ = ["moved", "record", "values"]
+__all__ = ["record", "values"]
 
 
 def record(engine: Engine, batches: Iterable[Any], *, float64: bool) -> Run:
@@ -28,7 +27,7 @@ def record(engine: Engine, batches: Iterable[Any], *, float64: bool) -> Run:
 
     def capture(gradients: dict[str, Tensor | None]) -> None:
         captured.clear()
-        captured.update({name: None if tensor is None else piece(tensor) for name, tensor in gradients.items()})
+        captured.update(_parts(engine, gradients))
 
     engine.on_gradients = capture
     before = values(engine)
@@ -44,7 +43,7 @@ def record(engine: Engine, batches: Iterable[Any], *, float64: bool) -> Run:
                 grad_norm=report.grad_norm,
                 clipped_norm=report.clipped_norm,
                 gradients=dict(captured),
-                updates={name: moved(after[name], before[name]) for name in after},
+                updates={name: after[name] - before[name] for name in after},
                 collectives=report.collectives,
             )
         )
@@ -54,11 +53,11 @@ def record(engine: Engine, batches: Iterable[Any], *, float64: bool) -> Run:
 
 def values(engine: Engine) -> dict[str, Any]:
     """This rank's parts of the engine's parameters."""
-    return {name: piece(parameter) for name, parameter in engine.model.named_parameters()}
+    return _parts(engine, dict(engine.model.named_parameters()))
 
 
-def moved(after: Any, before: Any) -> Any:
-    """The difference of two parts of a parameter."""
-    if isinstance(after, Piece):
-        return replace(after, tensor=after.tensor - before.tensor)
-    return after - before
+def _parts(engine: Engine, tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    zero = engine._zero
+    return {
+        name: None if tensor is None else piece(zero.held(name, tensor), zero.mesh) for name, tensor in tensors.items()
+    }

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+
+from meshwright.runtime.boxes import Box, Held
+from meshwright.runtime.mesh import RankMesh
 
 __all__ = ["Piece", "Run", "Step", "join", "piece"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's part of a tensor: the `index`-th along `dim`. Ranks with the same `replica` hold one whole tensor."""
+    """A rank's part of a tensor: boxes of the whole one. Ranks with the same `replica` hold all of it together.
 
-    tensor: Tensor
-    dim: int
-    index: int
+    Some of them may hold the same: copies over tensor-parallel ranks.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[Box, Tensor], ...]
     replica: tuple[int, ...]
+
+    def __sub__(self, other: Piece) -> Piece:
+        """The difference, part by part."""
+        pairs = zip(self.parts, other.parts, strict=True)
+        return replace(self, parts=tuple((box, mine - theirs) for (box, mine), (_, theirs) in pairs))
 
 
 @dataclass
@@ -56,55 +65,83 @@ class Run:
     steps: list[Step]
 
 
-def piece(tensor: Tensor) -> Tensor | Piece:
+def piece(held: Held, mesh: RankMesh) -> Tensor | Piece:
     """A copy of this rank's part of a tensor, or of the whole where it has that. No collective is called."""
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
+    tensor = held.tensor.detach()
+    if not isinstance(tensor, DTensor) and held.cut is None:
         return tensor.clone()
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    [(at, placement)] = [(at, p) for at, p in enumerate(tensor.placements) if isinstance(p, Shard)]
-    replica = tuple(c for place, c in enumerate(coordinate) if place != at)
-    return Piece(tensor.to_local().clone(), placement.dim, coordinate[at], replica)
+    replica: tuple[int, ...] = (mesh.dp_rank,)
+    if isinstance(tensor, DTensor):
+        replica = tuple(tensor.device_mesh.get_local_rank(dim) for dim in range(tensor.device_mesh.ndim - 1))
+    if held.cut is None:
+        replica = (*replica, mesh.tp_rank)  # each tensor-parallel rank has all of it
+    return Piece(held.shape, tuple((box, part.clone()) for box, part in held.pieces()), replica)
 
 
 def join(runs: Sequence[Run]) -> list[Run]:
-    """The runs of all ranks with whole tensors, put together from the pieces of each replica.
+    """The runs of all ranks with whole tensors, each put together from the pieces of the rank's replica.
 
-    Ranks of one replica get the same dictionaries.
+    Where several ranks hold the same part, each sees its own copy. Ranks that see the same get the same dictionaries.
     """
-    replicas: dict[object, list[Run]] = {}
-    for rank, run in enumerate(runs):
-        first: object = next(iter(run.initial.values()))
-        replicas.setdefault(first.replica if isinstance(first, Piece) else rank, []).append(run)
-    joined: dict[int, Run] = {}
-    for members in replicas.values():
-        initial = _whole([run.initial for run in members])
-        steps = [
-            replace(
-                parts[0],
-                gradients=_whole([part.gradients for part in parts]),
-                updates=_whole([part.updates for part in parts]),
-            )
-            for parts in zip(*(run.steps for run in members), strict=True)
-        ]
-        for run in members:
-            own = [
-                replace(step, gradients=whole.gradients, updates=whole.updates)
-                for step, whole in zip(run.steps, steps, strict=True)
+    joined: dict[object, Run] = {}
+    keys = [_sight(runs, rank) for rank in range(len(runs))]
+    for rank, (run, key) in enumerate(zip(runs, keys, strict=True)):
+        if key not in joined:
+            steps = [
+                replace(
+                    step,
+                    gradients=_whole([other.steps[number].gradients for other in runs], rank),
+                    updates=_whole([other.steps[number].updates for other in runs], rank),
+                )
+                for number, step in enumerate(run.steps)
             ]
-            joined[id(run)] = Run(initial, own)
-    return [joined[id(run)] for run in runs]
+            joined[key] = Run(_whole([other.initial for other in runs], rank), steps)
+    return [_with_own_reports(run, joined[key]) for run, key in zip(runs, keys, strict=True)]
 
 
-def _whole(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
-    return {name: _put_together([part[name] for part in parts]) for name in parts[0]}
+def _with_own_reports(run: Run, seen: Run) -> Run:
+    steps = [
+        replace(step, gradients=whole.gradients, updates=whole.updates)
+        for step, whole in zip(run.steps, seen.steps, strict=True)
+    ]
+    return Run(seen.initial, steps)
 
 
-def _put_together(values: Sequence[T]) -> T:
-    first = values[0]
-    if not isinstance(first, Piece):
-        return first
-    pieces = sorted((value for value in values if isinstance(value, Piece)), key=lambda part: part.index)
-    assert [part.index for part in pieces] == list(range(len(values))), "a rank has no gradient where others have one"
-    return torch.cat([part.tensor for part in pieces], dim=first.dim)  # type: ignore[return-value]  # whole, where the others are pieces
+def _sight(runs: Sequence[Run], rank: int) -> tuple[object, ...]:
+    """What tells ranks apart that see other tensors: of each its replica, or the rank where there are copies of it."""
+    found: list[object] = []
+    for name, value in runs[rank].initial.items():
+        own: Any = value
+        if not isinstance(own, Piece):
+            return (rank,)
+        held = sum(
+            part.numel() for other in _replica([run.initial for run in runs], name, own) for _, part in other.parts
+        )
+        found.append(own.replica if held == math.prod(own.shape) else rank)
+    return tuple(found)
+
+
+def _replica(values: Sequence[Mapping[str, Any]], name: str, own: Piece) -> list[Piece]:
+    """All pieces of the replica to which a piece belongs."""
+    pieces = [value[name] for value in values]
+    return [other for other in pieces if isinstance(other, Piece) and other.replica == own.replica]
+
+
+def _whole(values: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
+    """Whole tensors as a rank sees them."""
+    whole = {}
+    for name, own in values[rank].items():
+        whole[name] = _put_together([own, *_replica(values, name, own)]) if isinstance(own, Piece) else own
+    return whole
+
+
+def _put_together(pieces: Sequence[Piece]) -> Tensor:
+    """The first pieces lie above the last."""
+    first = next(part for piece in pieces for _, part in piece.parts)
+    whole = first.new_empty(pieces[0].shape)
+    seen = torch.zeros(pieces[0].shape, dtype=torch.bool)
+    for held in reversed(pieces):
+        for box, part in held.parts:
+            whole[box], seen[box] = part, True
+    assert seen.all(), "a rank has no gradient where others have one"
+    return whole
