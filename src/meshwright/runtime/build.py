@@ -115,10 +115,10 @@ def build(
             traffic=traffic,
             host=host,
         )
-        materialise(module, device=device, seed=job.seed, given=given)
+        materialise(module, device=device, seed=job.seed, given=given, cuts=cuts, tp_rank=mesh.tp_rank)
         zero.find_stored()
     else:
-        materialise(module, device=device, seed=job.seed, given=given)
+        materialise(module, device=device, seed=job.seed, given=given, cuts=cuts, tp_rank=mesh.tp_rank)
         zero = Replicas(
             units, mesh, cuts, compute_dtype=compute, stored_dtype=stored, reduce_dtype=reduced, traffic=traffic
         )

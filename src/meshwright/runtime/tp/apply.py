@@ -29,6 +29,8 @@ from meshwright.runtime.tp.modules import (
 )
 from meshwright.runtime.tp.plan import plan_sharding
 from meshwright.runtime.units import Blocks, owners
+from meshwright.runtime.vocabulary import VocabularyLogits
+from meshwright.runtime.vocabulary_columns import Columns
 from meshwright.runtime.zero import Zero
 
 __all__ = ["TensorParallel"]
@@ -143,11 +145,14 @@ class TensorParallel:
             if isinstance(module, nn.Embedding):
                 divide_embedding(module, wire, start, size)
             else:
-                divide_head(module, wire, size, self._logits(start, widths), gathers=self._final_norm)
+                divide_head(module, wire, size, self._logits(widths), gathers=self._final_norm)
 
-    def _logits(self, start: int, widths: list[int]) -> Callable[[torch.Tensor], Any]:
+    def _logits(self, widths: list[int]) -> Callable[[torch.Tensor], Any]:
+        columns = Columns(tuple(widths), self.wire.group, self.wire.traffic)
+
         def result(local: torch.Tensor) -> Any:
-            return self.wire.gather_columns(local, widths)
+            logits = VocabularyLogits.of(local, columns)
+            return logits.whole() if self.whole_logits else logits
 
         return result
 
