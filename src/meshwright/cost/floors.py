@@ -193,7 +193,7 @@ class Floors(Lines):
         trained = int(sheet.trained(0, layers, pp == 1, pp == 1) * part)
         early = self._microbatches(strategy) > pp
         load = Load(int(plain * part), int(experts * part), trained, 0, 0, early)
-        held = states_bytes(self._job, strategy, load)
+        [held] = states_bytes(self._job, strategy, (load,))
         held += least_overhead_bytes(self._cluster.device_kind, strategy, held)
         if pp == 1:
             held += batch * (sheet.first_saved + sheet.last_saved + sheet.logits)

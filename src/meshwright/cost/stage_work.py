@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from meshwright.cost.compute import BlockWork, Phases, Speeds, block_work
 from meshwright.cost.links import Placement, collective_s
@@ -29,7 +30,7 @@ _HOST_AGAIN = {"full": 2, "selective": 5}
 
 @dataclass
 class StageWork:
-    """Seconds of one microbatch on a stage: `terms` by name, and their sum."""
+    """Seconds of one microbatch on a stage: `terms` by name, and their sum once all are added."""
 
     terms: dict[str, Phases] = field(default_factory=dict)
 
@@ -37,7 +38,7 @@ class StageWork:
         """Add a part to a term."""
         self.terms[term] = self.terms.get(term, _NOTHING).plus(phases.times(count) if count != 1 else phases)
 
-    @property
+    @cached_property
     def all(self) -> Phases:
         """All terms together."""
         total = _NOTHING
