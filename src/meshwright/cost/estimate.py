@@ -187,9 +187,7 @@ def rank_bytes(rank: RankMemory, cluster: Cluster, strategy: Strategy, conventio
     return rank.peak_bytes + sum(_overhead(rank, cluster, strategy, convention).values())
 
 
-def _overhead(
-    rank: RankMemory, cluster: Cluster, strategy: Strategy, convention: Convention | None
-) -> dict[str, int]:
+def _overhead(rank: RankMemory, cluster: Cluster, strategy: Strategy, convention: Convention | None) -> dict[str, int]:
     kind, units = cluster.device_kind, rank.gathers_in_flight
     return overhead_bytes(kind, strategy, rank.peak_bytes, convention, units=units, unit_bytes=rank.largest_unit)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from meshwright.cost.moments import Moment, StageMoments
 from meshwright.cost.stages import Stage
 from meshwright.cost.states import States
@@ -47,7 +49,7 @@ def with_outputs(stage: Stage) -> Stage:
         return stage
     saved = {policy: size + last.output_bytes for policy, size in last.saved_bytes.items()}
     alive = {policy: size + last.output_bytes for policy, size in last.alive_bytes.items()}
-    return replace(stage, blocks=(*before, replace(last, saved_bytes=saved, alive_bytes=alive)))
+    return structs.replace(stage, blocks=(*before, replace(last, saved_bytes=saved, alive_bytes=alive)))
 
 
 def stage_moments(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from meshwright.cost.overhead import least_overhead_bytes
 from meshwright.cost.states import expert_group, shard_group
@@ -97,7 +98,7 @@ class Sheet:
         return max(0, _alive(block, policy) - saved) + block.backward_extra_bytes
 
 
-class Load(NamedTuple):
+class Load(Struct, frozen=True, gc=False):
     """What one pipeline rank holds while most microbatches are in flight: elements on its stages, those of experts and
     those with a gradient among them; bytes of activations and logits, also where activations of layers go to the host;
     and whether gradients of earlier microbatches are there, and of earlier windows of microbatches."""

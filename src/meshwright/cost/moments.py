@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from meshwright.cost.occasions import Progress
 from meshwright.cost.stages import Stage
@@ -23,7 +24,7 @@ from meshwright.spec import DTYPE_BYTES, BlockSpec, Job, Strategy
 __all__ = ["Moment", "StageMoments"]
 
 
-class Moment(NamedTuple):
+class Moment(Struct, frozen=True, gc=False):
     """Bytes at one moment of a step, besides the stored parameters and the optimizer's states.
 
     `reduced` is the part of `gradients` that is already divided among the shard group.
@@ -39,14 +40,18 @@ class Moment(NamedTuple):
     @property
     def total(self) -> int:
         """Sum of the categories."""
-        _, gradients, _, gathered, activations, logits = self
-        return gradients + gathered + activations + logits
+        return self.gradients + self.gathered + self.activations + self.logits
 
     def plus(self, other: Moment) -> Moment:
         """Both at once; the phase is this one's."""
-        phase, gradients, reduced, gathered, activations, logits = self
-        _, a, b, c, d, e = other
-        return Moment(phase, gradients + a, reduced + b, gathered + c, activations + d, logits + e)
+        return Moment(
+            self.phase,
+            self.gradients + other.gradients,
+            self.reduced + other.reduced,
+            self.gathered + other.gathered,
+            self.activations + other.activations,
+            self.logits + other.logits,
+        )
 
 
 class StageMoments:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+
+from msgspec import Struct
 
 from meshwright.cost.compute import Phases
 from meshwright.cost.links import Placement
@@ -30,8 +32,7 @@ _ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
 SPLIT = ("zb-h1", "interleaved-zb", "zb-v", "dualpipev")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageTimes:
+class StageTimes(Struct, frozen=True, kw_only=True):
     """Seconds by stage: the compute of one microbatch, and a gather and a reduction of all the stage's units."""
 
     phases: tuple[Phases, ...]
@@ -51,8 +52,7 @@ class StageTimes:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Play:
+class Play(Struct, frozen=True, kw_only=True, dict=True):
     """The schedule of a strategy and what its actions take.
 
     Args:

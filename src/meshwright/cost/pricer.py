@@ -153,8 +153,8 @@ class Pricer:
         ranks = strategy.world_size
         for devices, usable in self._budgets:
             if ranks <= devices:
-                break
-        return usable
+                return usable
+        return self._budgets[-1][1]
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

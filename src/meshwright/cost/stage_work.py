@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
+
+from msgspec import Struct
 
 from meshwright.cost.compute import BlockWork, Phases, Speeds, block_work
 from meshwright.cost.links import Placement, collective_s
@@ -28,11 +29,10 @@ _FUSED_LOGIT_BYTES = 4
 _HOST_AGAIN = {"full": 2, "selective": 5}
 
 
-@dataclass
-class StageWork:
+class StageWork(Struct, dict=True):
     """Seconds of one microbatch on a stage: `terms` by name, and their sum once all are added."""
 
-    terms: dict[str, Phases] = field(default_factory=dict)
+    terms: dict[str, Phases] = {}
 
     def add(self, term: str, phases: Phases, count: int = 1) -> None:
         """Add a part to a term."""

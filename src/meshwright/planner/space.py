@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import product
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from meshwright.cost.pricer import Pricer
 from meshwright.errors import ConfigError
@@ -48,8 +50,7 @@ class Shape(NamedTuple):
     variants: tuple[Strategy, ...]
 
 
-@dataclass(frozen=True)
-class Recompute:
+class Recompute(Struct, frozen=True):
     """A recompute policy and how many of the first blocks may recompute, the fewest first; 0 stands for all."""
 
     policy: str
