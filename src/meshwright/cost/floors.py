@@ -36,6 +36,8 @@ class Floors(Lines):
         self._contention = min(speed.reached.contention for speed in found) if beside else 0.0
         #: Whether it is known here which rank is the busiest.
         self._equal = len({speed.product_flops_per_s for speed in found}) == 1
+        #: By number of ranks: seconds to sum up a few numbers of all of them.
+        self._statistics: dict[int, float] = {1: 0.0}
         #: Of the strategy that was asked for last: it is asked for again with every way to recompute.
         self._last_room: tuple[Strategy | None, tuple[int, int]] = None, (0, 0)
 
@@ -269,10 +271,11 @@ class Floors(Lines):
 
     def _statistics_s(self, strategy: Strategy) -> float:
         world = strategy.world_size
-        if world == 1:
-            return 0.0
-        group, nodes = self._groups(strategy).reduced, -(-world // self._per_node)
-        return collective_s("all_reduce", 0, group._replace(size=world, inside=-(-world // nodes), nodes=nodes))
+        if world not in self._statistics:
+            group, nodes = self._groups(strategy).reduced, -(-world // self._per_node)
+            all_ranks = group._replace(size=world, inside=-(-world // nodes), nodes=nodes)
+            self._statistics[world] = collective_s("all_reduce", 0, all_ranks)
+        return self._statistics[world]
 
     def _replicas_s(self, strategy: Strategy, line: Line, waits: bool) -> float:
         if shard_group(strategy) == 1 or strategy.replicas == 1:

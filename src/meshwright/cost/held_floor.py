@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate
+from operator import add
 
 from msgspec import Struct
 
@@ -165,8 +166,8 @@ def _load(
 def held_bytes(job: Job, kind: str, strategy: Strategy, loads: tuple[Load, ...]) -> int:
     """Bytes that the rank that needs most does not lie below."""
     away = strategy.offload.activations == "host"
-    states = states_bytes(job, strategy, loads)
-    most = max(held + (load.kept_here if away else load.kept) for held, load in zip(states, loads, strict=True))
+    kept = [load.kept_here if away else load.kept for load in loads]
+    most = max(map(add, states_bytes(job, strategy, loads), kept))
     return most + least_overhead_bytes(kind, strategy, most)
 
 

@@ -361,8 +361,7 @@ def like(strategy: Strategy, **changes: Any) -> Strategy:
     """A strategy with other values that are known to be legal beside the rest: `replace` without its checks, which
     would cost a search more than its bounds do."""
     made = object.__new__(Strategy)
-    made.__dict__.update(strategy.__dict__)
-    made.__dict__.update(changes)
+    object.__setattr__(made, "__dict__", strategy.__dict__ | changes)
     return made
 
 
