@@ -8,6 +8,7 @@ first or the last pipeline rank while most microbatches are in flight, but what 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -306,10 +307,11 @@ def _least_load(layers: int, layer: float, first: float, last: float, ranks: int
     steps = sorted(
         more + count * layer for more in (0.0, first, last, first + last) for count in range(low, layers // ranks + 4)
     )
-    for limit in steps:
+
+    def enough(limit: float) -> bool:
         room = limit / layer * (1 + 1e-9)
         apart = (ranks - 2) * int(room) + max(0, int(room - first / layer)) + max(0, int(room - last / layer))
         together = (ranks - 1) * int(room) + max(0, int(room - (first + last) / layer))
-        if max(apart, together) >= layers:
-            return limit
-    return steps[-1]
+        return max(apart, together) >= layers
+
+    return steps[min(bisect_left(steps, True, key=enough), len(steps) - 1)]

@@ -87,12 +87,14 @@ class HeldMoments(StageMoments):
     """The moments of one stage where weights and gradients are held as a `StateBytes` says."""
 
     def __init__(self, stage: Stage, job: Job, strategy: Strategy, held: StateBytes, *, recomputed: int) -> None:
-        super().__init__(stage, job, strategy, recomputed=recomputed)
-        self.states: HeldStates = HeldStates(stage.blocks, job, strategy, held)
         self._held = held
+        super().__init__(stage, job, strategy, recomputed=recomputed)
         self.telling = list(range(len(self.layers)))  # shares of a byte are cut off: bytes do not rise quite evenly
         #: Whether every rank of the shard group keeps only its part of the gradients between microbatches.
         self._divided = strategy.zero >= 2
+
+    def _states_of(self, stage: Stage, job: Job, strategy: Strategy) -> States:
+        return HeldStates(stage.blocks, job, strategy, self._held)
 
     def optimizer(self) -> Moment:
         """The optimizer's step."""

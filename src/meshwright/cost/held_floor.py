@@ -167,7 +167,7 @@ def held_bytes(job: Job, kind: str, strategy: Strategy, loads: tuple[Load, ...])
     """Bytes that the rank that needs most does not lie below."""
     away = strategy.offload.activations == "host"
     kept = [load.kept_here if away else load.kept for load in loads]
-    most = max(map(add, states_bytes(job, strategy, loads), kept))
+    most: int = max(map(add, states_bytes(job, strategy, loads), kept))
     return most + least_overhead_bytes(kind, strategy, most)
 
 

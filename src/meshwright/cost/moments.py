@@ -63,7 +63,7 @@ class StageMoments:
     """
 
     def __init__(self, stage: Stage, job: Job, strategy: Strategy, *, recomputed: int) -> None:
-        self.states = States(stage.blocks, job, strategy)
+        self.states = self._states_of(stage, job, strategy)
         #: The largest moment of an action, once it is known.
         self.largest: dict[tuple[object, ...], Moment] = {}
         self._while: dict[Progress, Moment] = {}
@@ -109,6 +109,10 @@ class StageMoments:
         self._end_reduce = strategy.zero < 2 or window
         #: Whether shards of an earlier window lie beside this window's whole gradients (a window is pp microbatches).
         self._windows = window and strategy.microbatches(job.global_batch) > strategy.pp + 1
+
+    def _states_of(self, stage: Stage, job: Job, strategy: Strategy) -> States:
+        """The model states of the stage."""
+        return States(stage.blocks, job, strategy)
 
     def _activations(self, stage: Stage) -> tuple[list[int], list[int]]:
         """Bytes kept before each layer, and after each (the last entry: after the head too).
