@@ -55,4 +55,4 @@ def estimate(
 
     from meshwright.report import estimate_view
 
-    Console().print(estimate_view(found))
+    Console(emoji=False).print(estimate_view(found))

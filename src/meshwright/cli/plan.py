@@ -108,7 +108,7 @@ def _show(made: Plan, answers: list[Why], *, json: bool, out: Path | None) -> No
 
     from meshwright.report import plan_view, why_view
 
-    screen = Console()
+    screen = Console(emoji=False)
     screen.print(plan_view(made))
     for answer in answers:
         screen.print(why_view(answer, made))
