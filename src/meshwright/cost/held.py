@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from msgspec import structs
@@ -66,8 +65,8 @@ def stage_moments(
 class HeldStates(States):
     """Model states of one stage in a stack that holds `StateBytes` per parameter."""
 
-    def __init__(self, blocks: Sequence[BlockSpec], job: Job, strategy: Strategy, held: StateBytes) -> None:
-        super().__init__(blocks, job, strategy)
+    def __init__(self, stage: Stage, job: Job, strategy: Strategy, held: StateBytes) -> None:
+        super().__init__(stage, job, strategy)
         self._held = held
 
     @property
@@ -94,7 +93,7 @@ class HeldMoments(StageMoments):
         self._divided = strategy.zero >= 2
 
     def _states_of(self, stage: Stage, job: Job, strategy: Strategy) -> States:
-        return HeldStates(stage.blocks, job, strategy, self._held)
+        return HeldStates(stage, job, strategy, self._held)
 
     def optimizer(self) -> Moment:
         """The optimizer's step."""

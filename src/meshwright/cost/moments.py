@@ -112,7 +112,7 @@ class StageMoments:
 
     def _states_of(self, stage: Stage, job: Job, strategy: Strategy) -> States:
         """The model states of the stage."""
-        return States(stage.blocks, job, strategy)
+        return States(stage, job, strategy)
 
     def _activations(self, stage: Stage) -> tuple[list[int], list[int]]:
         """Bytes kept before each layer, and after each (the last entry: after the head too).
