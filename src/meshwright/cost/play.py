@@ -14,7 +14,7 @@ from functools import cached_property
 from msgspec import Struct
 
 from meshwright.cost.compute import Phases
-from meshwright.cost.links import Placement
+from meshwright.cost.links import Group, Placement
 from meshwright.cost.makespan import Program, Seconds, program
 from meshwright.cost.simulate import Timeline, simulate
 from meshwright.cost.stages import Stage
@@ -154,9 +154,13 @@ class Play(Struct, frozen=True, kw_only=True, dict=True):
         )
         return replace(found, units=self.units)  # where units are placed does not depend on how many there are
 
+    @cached_property
+    def _group(self) -> Group:
+        return self.placement.group("pp")
+
     def _link(self, source: int, target: int) -> Link:
         """The link between two pipeline ranks: neighbours on one node, or not."""
-        group = self.placement.group("pp")
+        group = self._group
         near = source // group.inside == target // group.inside
         link = group.within if near else group.between
         return Link(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s * link.efficiency, efficiency=1.0)
