@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -18,13 +18,15 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _REDUCE, _GATHER, _SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 
 
-@dataclass
-class _Place:
-    """What happens in one block, or in one module outside of blocks."""
+@dataclass(frozen=True)
+class _Event:
+    """What one module does in a forward and in a backward, and where that is told."""
 
-    forward: Counter[str] = field(default_factory=Counter)
-    backward: Counter[str] = field(default_factory=Counter)
-    why: list[str] = field(default_factory=list)
+    module: str
+    place: str
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+    why: str
 
 
 def find_exchanges(told: Told) -> tuple[Exchange, ...]:
@@ -32,75 +34,68 @@ def find_exchanges(told: Told) -> tuple[Exchange, ...]:
 
     Divided matrices that stand in one module are taken to share one input.
     """
-    places: dict[str, _Place] = {}
-    for name, (forward, backward, why) in _all(told):
-        place = places.setdefault(_home(told, name), _Place())
-        place.forward.update(forward)
-        place.backward.update(backward)
-        place.why.append(why)
-    groups: dict[tuple[str, str, str, str], list[_Place]] = {}
-    for name, place in places.items():
-        key = (_NUMBER.sub("*", name), str(place.forward), str(place.backward), "; ".join(place.why))
-        groups.setdefault(key, []).append(place)
+    order = {name: index for index, (name, _) in enumerate(told.model.named_modules())}
+    places: dict[str, list[_Event]] = {}
+    for event in sorted([*_ends(told), *_regions(told), *_modules(told)], key=lambda event: order[event.module]):
+        places.setdefault(event.place, []).append(event)
+    groups: dict[tuple[object, ...], int] = {}
+    for place, events in places.items():
+        pattern = _NUMBER.sub("*", place) if place in told.blocks else place
+        done = tuple((event.forward, event.backward, event.why) for event in events)
+        groups[pattern, done] = groups.get((pattern, done), 0) + 1
     return tuple(
         Exchange(
-            name=name,
-            count=len(found),
-            forward=dict(found[0].forward),
-            backward=dict(found[0].backward),
-            why=why,
+            name=str(pattern),
+            count=count,
+            forward=dict(Counter(kind for forward, _, _ in done for kind in forward)),
+            backward=dict(Counter(kind for _, backward, _ in done for kind in backward)),
+            why="; ".join(why for _, _, why in done),
         )
-        for (name, _, _, why), found in groups.items()
+        for (pattern, done), count in groups.items()
     )
 
 
-_Found = tuple[str, tuple[list[str], list[str], str]]
+def _event(told: Told, name: str, forward: Sequence[str], backward: Sequence[str], why: str) -> _Event:
+    place = next((block for block in told.blocks if name == block or name.startswith(f"{block}.")), name)
+    return _Event(name, place, tuple(forward), tuple(backward), why)
 
 
-def _all(told: Told) -> Iterable[_Found]:
-    """In the model's order."""
-    order = {name: index for index, name in enumerate(dict(told.model.named_modules()))}
-    found = [*_regions(told), *_modules(told)]
-    yield from sorted(found, key=lambda entry: order.get(entry[0], len(order)))
-
-
-def _regions(told: Told) -> Iterable[_Found]:
+def _regions(told: Told) -> Iterable[_Event]:
+    forward, backward = ([_GATHER], [_SCATTER]) if told.sequence_parallel else ([], [_REDUCE])
     for region in told.sharding.regions:
         leaves = [name.rpartition(".")[2] for name in region.columns]
-        named = ", ".join(leaves)
-        cut = told.sequence_parallel
-        forward, backward = ([_GATHER], [_SCATTER]) if cut else ([], [_REDUCE])
-        if region.gathers:
-            yield (
-                region.columns[0],
-                ([*forward, *[_GATHER] * len(leaves)], backward, f"outputs of {named} and the input they share"),
-            )
-        else:
-            yield region.columns[0], (forward, backward, f"input of {named}")
+        outputs = [_GATHER] * len(leaves) if region.gathers else []
+        why = f"{'outputs and ' if outputs else ''}input of {', '.join(leaves)}"
+        yield _event(told, region.columns[0], [*forward, *outputs], backward, why)
 
 
-def _modules(told: Told) -> Iterable[_Found]:
-    cut = told.sequence_parallel
+def _modules(told: Told) -> Iterable[_Event]:
     modules = dict(told.model.named_modules())
-    final = any(entry.style == "sequence" for entry in told.sharding.styles.values())
     for name, entry in told.sharding.styles.items():
         leaf = name.rpartition(".")[2]
         if entry.style in ("rowwise", "split-input"):
-            forward, backward = ([_SCATTER], [_GATHER]) if cut else ([_REDUCE], [])
+            forward, backward = ([_SCATTER], [_GATHER]) if told.sequence_parallel else ([_REDUCE], [])
             taken = [_GATHER] if entry.style == "split-input" else []
-            yield name, (forward, [*backward, *taken], f"sum of {leaf}")
+            yield _event(told, name, forward, [*backward, *taken], f"sum of {leaf}")
         elif entry.style == "experts":
-            yield name, ([_REDUCE], [_REDUCE] * 2, f"sum of {leaf}, and their inputs and weights")
+            yield _event(told, name, [_REDUCE], [_REDUCE] * 2, f"sum of {leaf}, their inputs and their weights")
         elif entry.style == "vocab" and isinstance(modules[name], nn.Embedding):
-            yield name, ([_REDUCE], [], "rows that a rank does not have")
+            yield _event(told, name, [_REDUCE], [], "rows that a rank does not have")
         elif entry.style == "vocab":
-            gathers = cut and final
-            yield name, ([_GATHER] if gathers else [], [_SCATTER] if gathers else [_REDUCE], f"input of {leaf}")
-    if cut and told.blocks:
-        yield told.blocks[0], ([], [_GATHER], "the sequence is cut")
-        if not final:
-            yield told.blocks[-1], ([_GATHER], [], "the sequence is put together")
+            joins = told.sequence_parallel and _final_norm(told)
+            forward, backward = ([_GATHER], [_SCATTER]) if joins else ([], [_REDUCE])
+            yield _event(told, name, forward, backward, f"input of {leaf}")
 
 
-def _home(told: Told, name: str) -> str:
-    return next((block for block in told.blocks if name == block or name.startswith(f"{block}.")), name)
+def _ends(told: Told) -> Iterable[_Event]:
+    """Where sequences are cut, and put together again."""
+    if told.sequence_parallel and told.blocks:
+        first, last = told.blocks[0], told.blocks[-1]
+        yield _Event(first, f"before {first}", (), (_GATHER,), "the sequence is cut")
+        if not _final_norm(told):
+            yield _Event(last, f"after {last}", (_GATHER,), (), "the sequence is put together")
+
+
+def _final_norm(told: Told) -> bool:
+    """Whether the head puts sequences together, behind a norm of cut ones."""
+    return any(entry.style == "sequence" for entry in told.sharding.styles.values())

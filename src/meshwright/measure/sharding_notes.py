@@ -54,9 +54,10 @@ def notes_of(told: Told, name: str, module: nn.Module, entry: Assigned, cuts: Ma
     else:
         notes = [_whole(told, name, module, entry, cuts)]
     widths = told.sharding.widths.get(name, [])
-    if len(set(widths)) > 1:
+    if len(set(widths)) > 1 and entry.style != "vocab":
         shown = ", ".join(map(str, widths)) if len(widths) <= _MOST_LISTED else f"{max(widths)} to {min(widths)}"
-        notes.append(f"uneven: {shown}")
+        none = f"; {widths.count(0)} ranks have none of it" if 0 in widths else ""
+        notes.append(f"uneven: {shown}{none}")
     if entry.source == "corrected":
         notes.append("the published plan puts its parts together on every rank; here they stay divided")
     return notes

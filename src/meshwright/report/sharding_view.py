@@ -114,8 +114,19 @@ def _ranks(found: Sharded) -> RenderableType:
     for rank, held in enumerate(zip(found.rank_parameters, found.rank_bytes, strict=True)):
         groups.setdefault(held, []).append(rank)
     for (parameters, size), ranks in groups.items():
-        table.add_row(", ".join(map(str, ranks)), f"{parameters:,}", show_bytes(size))
+        table.add_row(_ranges(ranks), f"{parameters:,}", show_bytes(size))
     return table
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """`0-3, 5` of increasing numbers."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
 def _exchanges(found: Sharded) -> RenderableType:
