@@ -1,4 +1,4 @@
-"""Hugging Face families that tensor parallelism divides by the plans they publish, or that are known: tiny and random."""
+"""Hugging Face families that tensor parallelism divides, by published plans or known ones: tiny and random."""
 
 from __future__ import annotations
 
