@@ -45,9 +45,10 @@ LEARNING_RATES = {"sgd": 0.1, "adamw": 0.01, "adamw-default-eps": 0.01}
 class Case:
     """What is trained (model, data, dtypes, optimizer) and how (world to unit_blocks).
 
-    `world` counts ranks, of which every `tp` compute the same rows. `source`: the Engine gets a `builder`, or a `module` with real values. `dtype` is that of stored parameters,
+    `source`: the Engine gets a `builder`, or a `module` with real values. `dtype` is that of stored parameters,
     `compute` the compute dtype where it differs. `rate` is the learning rate, the optimizer's usual one by default;
-    `halving`: a scheduler halves it after each step. `microbatch` counts sequences of 53 tokens.
+    `halving`: a scheduler halves it after each step. `microbatch` counts sequences of 53 tokens;
+    `world` ranks, of which each `tp` in a row compute the same rows.
     """
 
     model: str = "decoder"

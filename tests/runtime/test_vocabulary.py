@@ -30,10 +30,10 @@ from meshwright.runtime.cuts import even_segments
 from meshwright.runtime.loss import call_loss
 from meshwright.runtime.tensors import find_tensors, map_values
 from meshwright.runtime.vocabulary import VocabularyLogits
-from meshwright.runtime.vocabulary_columns import Columns, replicated
+from meshwright.runtime.vocabulary.columns import Columns, replicated
 from tests.harness.hugging_face import FAMILIES, make_model, rows_of
 from tests.harness.ranks import run_ranks
-from tests.runtime.vocabulary_losses import DIVIDED, GATHERED, Loss, sure
+from tests.runtime.vocabulary.losses import DIVIDED, GATHERED, Loss, sure
 
 #: Ranks and vocabulary; of 5 columns over 4 ranks the last rank has none.
 LAYOUTS = ((2, 101), (3, 101), (4, 101), (4, 5))

@@ -60,11 +60,14 @@ def require_transformers(name: str) -> None:
         ) from error
 
 
-def small_config(table: Mapping[str, Any], *, name: str, depth: int, sequence: int) -> tuple[Any, Reduced]:
-    """A small config of the table's kind, and what was changed.
+def small_config(
+    table: Mapping[str, Any], *, name: str, depth: int, sequence: int, tp: int = 1, annotated: bool = False
+) -> tuple[Any, Reduced]:
+    """A small config of the table's kind, and what was changed; arguments as `reduce_config` takes them.
 
     Raises:
         ConfigError: its model_type is unknown to Transformers, or it has values that its class refuses.
+        UnsupportedCombination: `tp` does not divide its heads.
     """
     family, kind = table["model_type"], _config_class(table, name)
     if parts := [part for part in kind.sub_configs if part not in _NO_PARTS]:
@@ -75,7 +78,7 @@ def small_config(table: Mapping[str, Any], *, name: str, depth: int, sequence: i
             "inputs: file.py:function",
         )
     whole = whole_config(table, name=name)
-    reduced = reduce_config(table, whole.to_dict(), depth=depth, sequence=sequence)
+    reduced = reduce_config(table, whole.to_dict(), depth=depth, sequence=sequence, tp=tp, annotated=annotated)
     return _made(kind, reduced.table, name), reduced
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ _WHOLE = ("replicate", "replicate-sum", "sequence")
 _QUERIES_KEYS_VALUES = ("qkv_proj", "c_attn", "qkv", "Wqkv", "wqkv", "in_proj")
 _HEAD_AFTER_HEAD = ("query_key_value",)
 _GATE_AND_UP = ("gate_up_proj", "gate_up", "w13", "fc1_gate_up")
+#: Arguments of attention that hold ALiBi's slopes, or learned biases, of all heads.
+_BIASES_OF_HEADS = ("alibi", "position_bias", "relative_position_bias", "rel_pos_bias")
 Parts = list[list[Segment]]
 
 
@@ -147,9 +150,21 @@ def _find_regions(sharding: Sharding, modules: Mapping[str, nn.Module], ranks: i
         outputs = {name.rpartition(".")[2]: _sizes(name, modules[name])[0] for name in columns}
         heads = None if gathers else find_heads(modules[parent], outputs, ranks)
         if heads is not None:
+            _require_own_heads(parent, modules[parent])
             fused = any(leaf in _QUERIES_KEYS_VALUES for leaf in outputs) and heads.groups != heads.queries
             heads.require_divisible(parent, separate=not fused)
         sharding.regions.append(Region(parent, tuple(columns), gathers, heads))
+
+
+def _require_own_heads(name: str, attention: nn.Module) -> None:
+    """Refuse attention that is handed an entry for each head of the whole model."""
+    taken = next((one for one in inspect.signature(attention.forward).parameters if one in _BIASES_OF_HEADS), None)
+    if taken is not None:
+        raise UnsupportedCombination(
+            f"tensor parallelism of {name}",
+            why=f"it is handed {taken}, which has an entry for each of all heads, and a rank has some of them",
+            fix='annotate its projections as "replicate" and divide the MLPs alone, or set tp=1 and shard with zero=3',
+        )
 
 
 def _require_sum(parent: str, columns: list[str], rows: list[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.errors import ConfigError
 from meshwright.runtime._torch import graph_node, storage_key, wrapper_tensor
-from meshwright.runtime.vocabulary_columns import Columns, applied, gather_columns, take_columns
+from meshwright.runtime.vocabulary.columns import Columns, applied, gather_columns, take_columns
 
 __all__ = ["VocabularyTensor", "same_storage"]
 

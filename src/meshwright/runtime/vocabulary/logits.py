@@ -1,4 +1,4 @@
-"""Logits that stay divided over the tensor-parallel ranks along the vocabulary, for any loss."""
+"""The tensor that a head returns: logits of which each rank holds some columns."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from meshwright.runtime.tensors import map_values
-from meshwright.runtime.vocabulary_answers import whole_of
-from meshwright.runtime.vocabulary_functions import FUNCTIONS
-from meshwright.runtime.vocabulary_shapes import SHAPES
-from meshwright.runtime.vocabulary_tensor import VocabularyTensor
+from meshwright.runtime.vocabulary.answers import whole_of
+from meshwright.runtime.vocabulary.functions import FUNCTIONS
+from meshwright.runtime.vocabulary.shapes import SHAPES
+from meshwright.runtime.vocabulary.tensor import VocabularyTensor
 
 __all__ = ["VocabularyLogits"]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from meshwright.runtime import vocabulary_loss as losses
 from meshwright.runtime.tensors import map_values
-from meshwright.runtime.vocabulary_answers import Answers, blank_of, divided_in, local_of, whole_of
-from meshwright.runtime.vocabulary_columns import replicated, sum_over_ranks
-from meshwright.runtime.vocabulary_tensor import VocabularyTensor
+from meshwright.runtime.vocabulary import loss as losses
+from meshwright.runtime.vocabulary.answers import Answers, blank_of, divided_in, local_of, whole_of
+from meshwright.runtime.vocabulary.columns import replicated, sum_over_ranks
+from meshwright.runtime.vocabulary.tensor import VocabularyTensor
 
 __all__ = ["FUNCTIONS"]
 

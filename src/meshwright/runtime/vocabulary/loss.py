@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from meshwright.runtime.vocabulary_columns import Columns, applied
+from meshwright.runtime.vocabulary.columns import Columns, applied
 
 __all__ = ["cross_entropy", "log_softmax", "logsumexp", "nll_loss", "pick", "require_columns"]
 
