@@ -29,6 +29,10 @@ class _Event:
     why: str
 
 
+#: What all events at a place do: forward, backward and why.
+_Done = tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...]
+
+
 def find_exchanges(told: Told) -> tuple[Exchange, ...]:
     """The collectives of the forward and of the backward, blocks that are alike together.
 
@@ -38,14 +42,14 @@ def find_exchanges(told: Told) -> tuple[Exchange, ...]:
     places: dict[str, list[_Event]] = {}
     for event in sorted([*_ends(told), *_regions(told), *_modules(told)], key=lambda event: order[event.module]):
         places.setdefault(event.place, []).append(event)
-    groups: dict[tuple[object, ...], int] = {}
+    groups: dict[tuple[str, _Done], int] = {}
     for place, events in places.items():
         pattern = _NUMBER.sub("*", place) if place in told.blocks else place
         done = tuple((event.forward, event.backward, event.why) for event in events)
         groups[pattern, done] = groups.get((pattern, done), 0) + 1
     return tuple(
         Exchange(
-            name=str(pattern),
+            name=pattern,
             count=count,
             forward=dict(Counter(kind for forward, _, _ in done for kind in forward)),
             backward=dict(Counter(kind for _, backward, _ in done for kind in backward)),

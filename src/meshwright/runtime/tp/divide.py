@@ -19,6 +19,7 @@ __all__ = ["Region", "Sharding", "divide"]
 
 _COLUMNS = ("colwise", "gather-output")
 _ROWS = ("rowwise", "split-input")
+_WHOLE = ("replicate", "replicate-sum", "sequence")
 #: Names of fused weights, by how their parts lie.
 _QUERIES_KEYS_VALUES = ("qkv_proj", "c_attn", "qkv", "Wqkv", "wqkv", "in_proj")
 _HEAD_AFTER_HEAD = ("query_key_value",)
@@ -87,11 +88,10 @@ def divide(model: nn.Module, styles: Mapping[str, Assigned], ranks: int, *, bloc
     for name, entry in styles.items():
         for parameter, cut in _cuts_of(sharding, name, modules[name], entry.style, heads, ranks):
             if cuts.setdefault(id(parameter), cut) != cut:
-                raise UnsupportedCombination(
-                    f"{name} shares a weight that another module divides otherwise",
-                    why="a tied weight is divided once",
-                    fix="annotate the modules that share it alike",
-                )
+                raise _tied(name)
+    for name, entry in styles.items():  # a module that is to be whole, but shares a weight that is not
+        if entry.style in _WHOLE and any(id(own) in cuts for own in modules[name].parameters(recurse=False)):
+            raise _tied(name)
     _norms_of_heads(sharding, modules, cuts, ranks)
     shares = _shares(sharding, modules, blocks)
     for name, places in owners(model).items():
@@ -99,6 +99,14 @@ def divide(model: nn.Module, styles: Mapping[str, Assigned], ranks: int, *, bloc
         whole = Cut.whole(tuple(parameter.shape), ranks, partial=id(parameter) in shares)
         sharding.cuts[name] = cuts.get(id(parameter), whole)
     return sharding
+
+
+def _tied(name: str) -> UnsupportedCombination:
+    return UnsupportedCombination(
+        f"{name} shares a weight that another module divides otherwise",
+        why="a tied weight is divided once",
+        fix="annotate the modules that share it alike",
+    )
 
 
 def _shares(sharding: Sharding, modules: Mapping[str, nn.Module], blocks: Sequence[str]) -> set[int]:
@@ -114,7 +122,7 @@ def _shares(sharding: Sharding, modules: Mapping[str, nn.Module], blocks: Sequen
         of_tokens = bool(blocks) and (
             entry.style == "sequence" or (name.startswith(tuple(inside)) and not name.startswith(tuple(gathering)))
         )
-        if entry.style in ("replicate", "replicate-sum", "sequence") and (of_heads or of_tokens):
+        if entry.style in _WHOLE and (of_heads or of_tokens):
             found.update(id(parameter) for parameter in modules[name].parameters(recurse=False))
         elif entry.style in _ROWS and blocks and name.startswith(tuple(inside)):  # a bias of its tokens
             found.update(id(bias) for bias in [getattr(modules[name], "bias", None)] if bias is not None)
@@ -173,7 +181,7 @@ def _require_sum(parent: str, columns: list[str], rows: list[str]) -> None:
 def _cuts_of(
     sharding: Sharding, name: str, module: nn.Module, style: str, heads: Mapping[str, Heads | None], ranks: int
 ) -> list[tuple[nn.Parameter, Cut]]:
-    if style in ("replicate", "replicate-sum", "sequence"):
+    if style in _WHOLE:
         return []
     if style == "experts":
         return _experts(name, module, ranks)
