@@ -85,7 +85,8 @@ class Wire:
         out = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
         dist.all_gather_single(out, part, group=self.group)
         ordered = out.view(self.size, *part.shape).transpose(0, 1)
-        return ordered.reshape(part.shape[0], -1, *part.shape[2:]).narrow(1, 0, self.length)
+        whole = ordered.reshape(part.shape[0], -1, *part.shape[2:]).narrow(1, 0, self.length)
+        return whole.contiguous()  # some modules take a view of their input
 
     def summed_part(self, whole: torch.Tensor) -> torch.Tensor:
         """Reduce-scatter along the tokens."""
