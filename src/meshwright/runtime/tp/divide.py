@@ -177,6 +177,12 @@ def _cuts_of(
         return []
     if style == "experts":
         return _experts(name, module, ranks)
+    if style == "vocab" and not isinstance(module, (nn.Embedding, nn.Linear)):
+        raise _unknown(
+            name, f"a {type(module).__name__} has no vocabulary: nn.Embedding or nn.Linear are divided along it"
+        )
+    if style in _ROWS:
+        _sizes(name, module)
     weight: nn.Parameter = module.weight  # type: ignore[assignment]  # all kinds that are divided have one
     bias: nn.Parameter | None = getattr(module, "bias", None)
     if style == "vocab":
