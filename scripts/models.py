@@ -1,6 +1,8 @@
-"""Writes docs/models.md: Hugging Face families, each verified under every ZeRO stage on 2 and 3 ranks.
+"""Writes docs/models.md: Hugging Face families, verified under every ZeRO stage, and over tensor-parallel ranks.
 
-    python scripts/models.py            (make models; some minutes)
+    python scripts/models.py            (make models; some minutes for each part)
+    python scripts/models.py zero       (one part again: zero or tensor; the other stays as it was recorded)
+    python scripts/models.py tensor phi (of that part some families again)
     python scripts/models.py --render   (the page again from what was recorded)
 
 Small random models are made from each class's own default config, tied and untied where it has both, and run by
@@ -11,6 +13,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +41,17 @@ FAMILIES: dict[str, tuple[bool | None, ...]] = {
     "whisper": (None,),
 }
 FURTHER = ("mixtral", "qwen3_moe", "deepseek_v3", "gemma3_text", "phi", "bloom", "mpt", "falcon", "bart", "roberta")
+#: Over tensor- and data-parallel ranks: both stages that differ in what is gathered, whole sequences and cut ones.
+TENSOR_STRATEGIES = ["dp=2 zero=1 tp=2", "dp=2 zero=3 tp=2", "dp=2 zero=3 tp=2 sequence_parallel=true"]
+#: Those that publish a plan or whose plan is known, and then those that wait for one.
+TENSOR_FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "starcoder2", "olmo2"),
+    *("granite", "cohere", "phi", "gpt2", "opt", "mixtral", "qwen3_moe", "glm", "smollm3", "cohere2", "helium"),
+    *("nemotron", "olmo", "seed_oss", "exaone4", "ernie4_5", "gptj"),
+)
+WITHOUT_PLAN = ("bloom", "mpt", "falcon", "t5", "bart", "bert", "roberta", "vit", "whisper", "deepseek_v3")
+#: Keys besides the family, where tp=2 does not divide the heads of the default config.
+KEYS: dict[str, dict[str, Any]] = {"falcon": {"hidden_size": 4096, "num_attention_heads": 64}}
 #: What is refused, and by whom.
 REFUSED = ("clip", "wav2vec2", "mamba", "a_model_of_ours")
 
@@ -55,7 +70,7 @@ Your own model, whatever its sizes: `meshwright verify MODEL --strategy 'dp=2 ze
 
 def wanted(family: str, tied: bool | None) -> dict[str, Any]:
     """The keys of a config; all others are its class's defaults."""
-    return {"model_type": family, **({} if tied is None else {"tie_word_embeddings": tied})}
+    return {"model_type": family, **KEYS.get(family, {}), **({} if tied is None else {"tie_word_embeddings": tied})}
 
 
 def row(family: str, tied: bool | None, found: list[Verified]) -> dict[str, Any]:
@@ -77,9 +92,9 @@ def row(family: str, tied: bool | None, found: list[Verified]) -> dict[str, Any]
     }
 
 
-def measure() -> dict[str, Any]:
-    """Run everything."""
-    cases = [(family, tied) for family, kinds in FAMILIES.items() for tied in kinds]
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on the screen, moved by what it yields."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("starting", total=None)
@@ -87,6 +102,22 @@ def measure() -> dict[str, Any]:
         def tell(what: str, done: int, of: int) -> None:
             bar.update(task, description=what, completed=done, total=of)
 
+        yield tell
+
+
+def stamp() -> dict[str, str]:
+    """When and with what a part was measured."""
+    return {
+        "date": date.today().isoformat(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+    }
+
+
+def measure_zero() -> dict[str, Any]:
+    """Every family under ZeRO, and what is refused whatever the strategy."""
+    cases = [(family, tied) for family, kinds in FAMILIES.items() for tied in kinds]
+    with progress() as tell:
         found = verify_all([wanted(*case) for case in cases], STRATEGIES, progress=tell)
         more = verify_all([wanted(family, None) for family in FURTHER], FURTHER_STRATEGIES, progress=tell)
     refused = {}
@@ -97,13 +128,55 @@ def measure() -> dict[str, Any]:
             refused[family] = {"what": error.what, "why": error.why}
     each, few = len(STRATEGIES), len(FURTHER_STRATEGIES)
     return {
-        "date": date.today().isoformat(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
+        **stamp(),
         "rows": [row(*case, found[index * each : (index + 1) * each]) for index, case in enumerate(cases)],
         "further": [row(name, None, more[index * few : (index + 1) * few]) for index, name in enumerate(FURTHER)],
         "refused": refused,
     }
+
+
+def measure_tensor(families: Sequence[str]) -> None:
+    """Families over tensor-parallel ranks: under which strategies each is equal, and what is refused of it.
+
+    The record is written after each family, so that what was done stays when it is interrupted.
+    """
+    with progress() as tell:
+        for index, family in enumerate(families):
+            tell(family, index, len(families))
+            found, refused = _by_strategy(family)
+            entry: dict[str, Any] = {**stamp(), "refused": refused}
+            if found:
+                entry |= row(family, None, found) | {"divided": list(found[0].copy.divided)}
+            record = read()
+            record["tensor"] = {**record.get("tensor", {}), family: entry}
+            write(record)
+
+
+def _by_strategy(family: str) -> tuple[list[Verified], dict[str, dict[str, str]]]:
+    """All at once, where no strategy is refused; else one by one."""
+    try:
+        return verify_all([wanted(family, None)], TENSOR_STRATEGIES), {}
+    except MeshwrightError:
+        found, refused = [], {}
+    for strategy in TENSOR_STRATEGIES:
+        try:
+            found.append(verify(wanted(family, None), strategy))
+        except MeshwrightError as error:
+            refused[strategy] = {"what": error.what, "why": error.why}
+            if "sequence_parallel" not in strategy:
+                break  # what cannot be divided with whole sequences is not with cut ones
+    return found, refused
+
+
+def read() -> dict[str, Any]:
+    """What was recorded."""
+    found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    return found
+
+
+def write(record: dict[str, Any]) -> None:
+    """Record it."""
+    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -118,6 +191,28 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = [entry["family"], f"`{entry['kind']}`", tied, str(entry["blocks"]), count, share(entry["largest"])]
         lines.append(f"| {' | '.join([*cells, entry['worst']])} |")
     return "\n".join(lines)
+
+
+def tensor(part: dict[str, Any]) -> str:
+    """The tensor-parallel part: a table of those that are divided, and those that wait."""
+    made = sorted({"on {date} with PyTorch {torch} and Transformers {transformers}".format(**e) for e in part.values()})
+    cuts = ", ".join(f"`{text}`" for text in TENSOR_STRATEGIES)
+    lines = [
+        f"Measured {' and '.join(made)}, under {cuts}: the last cuts sequences, where that is possible. "
+        "What has no plan, annotations divide: `meshwright verify MODEL --strategy tp=2 --sharding "
+        "'layers.*.up=colwise' --sharding 'layers.*.down=rowwise'`.\n",
+        "| family | class | divided by | verified | sequences cut | largest | where |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    waiting = {name: next(iter(part[name]["refused"].values())) for name in part if "kind" not in part[name]}
+    for entry in (part[name] for name in (*TENSOR_FAMILIES, *WITHOUT_PLAN) if "kind" in part.get(name, {})):
+        known = any("(known)" in words for words in entry["divided"])
+        count = f"{len(entry['strategies'])} of {len(entry['strategies'])}" if entry["equal"] else "**not equal**"
+        cut = next((f"refused: {told['why']}" for told in entry["refused"].values()), "yes")
+        cells = [entry["family"], f"`{entry['kind']}`", "the plan known here" if known else "its own plan", count, cut]
+        lines.append(f"| {' | '.join([*cells, share(entry['largest']), entry['worst']])} |")
+    waits = "\n".join(f"- `{name}`: {told['what']}: {told['why']}" for name, told in waiting.items())
+    return "\n".join(lines) + f"\n\nThese wait for plans that are derived from the model's code:\n\n{waits}"
 
 
 def labels(rows: list[dict[str, Any]]) -> str:
@@ -149,7 +244,8 @@ def render(record: dict[str, Any]) -> str:
     """The page."""
     strategies = ", ".join(f"`{text}`" for text in record["rows"][0]["strategies"])
     few = ", ".join(f"`{text}`" for text in record["further"][0]["strategies"])
-    every = [*record["rows"], *record["further"]]
+    part = record["tensor"]
+    every = [*record["rows"], *record["further"], *(entry for entry in part.values() if "kind" in entry)]
     refused = "\n".join(f"- `{name}`: {entry['what']}: {entry['why']}" for name, entry in record["refused"].items())
     parts = [
         HEAD.format(**record),
@@ -157,6 +253,7 @@ def render(record: dict[str, Any]) -> str:
         table(record["rows"]),
         f"## Further families\n\nUnder {few}.",
         table(record["further"]),
+        f"## Over tensor-parallel ranks\n\n{tensor(part)}",
         f"## How labels are weighted\n\nThe step's loss is the mean over all that count, on whatever rank they lie:\n\n"
         f"{labels(every)}",
         f"## What else was done\n\n{remarks(every)}",
@@ -168,10 +265,15 @@ def render(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    if "--render" not in sys.argv[1:]:
-        record = measure()
-        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(render(json.loads(RECORD.read_text(encoding="utf-8"))), encoding="utf-8")
+    asked, families = sys.argv[1:], (*TENSOR_FAMILIES, *WITHOUT_PLAN)
+    known = ("zero", "tensor", "--render", *(families if "tensor" in asked else ()))
+    if unknown := [word for word in asked if word not in known]:
+        sys.exit(f"unknown: {', '.join(unknown)}; known are {', '.join(known)}")
+    if not asked or "zero" in asked:
+        write(read() | measure_zero())
+    if not asked or "tensor" in asked:
+        measure_tensor([name for name in families if name in asked] or families)
+    PAGE.write_text(render(read()), encoding="utf-8")
     print(f"written to {PAGE}")
 
 

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
         UnsupportedCombination,
     )
     from meshwright.measure import describe_module, trace
+    from meshwright.measure.sharding import explain_sharding
     from meshwright.measure.verify import verify
     from meshwright.runtime import Engine, MeanLoss, ModelLoss, StepReport
     from meshwright.spec import Cluster, Job, ModelSpec, OptimizerSpec, Plan, Strategy
+    from meshwright.spec.sharded import Sharded
     from meshwright.spec.verified import Verified
     from meshwright.train.batches import Batches
     from meshwright.train.collate import Padding, pad, prompt_mask
@@ -49,12 +51,14 @@ __all__ = [
     "Plan",
     "PlanError",
     "RankFailure",
+    "Sharded",
     "StepReport",
     "Strategy",
     "UnsupportedCombination",
     "Verified",
     "__version__",
     "describe_module",
+    "explain_sharding",
     "pad",
     "plan",
     "prompt_mask",
@@ -81,11 +85,13 @@ _HOME = {
     "Plan": "meshwright.spec",
     "PlanError": "meshwright.errors",
     "RankFailure": "meshwright.errors",
+    "Sharded": "meshwright.spec.sharded",
     "StepReport": "meshwright.runtime",
     "Strategy": "meshwright.spec",
     "UnsupportedCombination": "meshwright.errors",
     "Verified": "meshwright.spec.verified",
     "describe_module": "meshwright.measure",
+    "explain_sharding": "meshwright.measure.sharding",
     "pad": "meshwright.train.collate",
     "plan": "meshwright.api",
     "prompt_mask": "meshwright.train.collate",

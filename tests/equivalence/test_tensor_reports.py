@@ -111,7 +111,13 @@ def test_C13_padding_stays_zero_under_weight_decay() -> None:
 def test_M2_ranks_may_hold_nothing() -> None:
     """A vocabulary of 5 over 4 ranks, and a norm of 12 over 8: parts that are empty."""
     case = Case(world=8, tp=4, zero=3, optimizer="adamw")
-    tokens = {"vocab_size": 5, "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 3}
+    tokens = {
+        "vocab_size": 5,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "intermediate_size": 3,
+    }
     ranks = run_ranks(8, few_words, case, tokens)
     whole = run_one(few_words, case.reference, tokens)
     for rank in ranks:

@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-__all__ = ["FAMILIES", "ROWS", "TIED", "make_model", "rows_of"]
+__all__ = ["FAMILIES", "ROWS", "TIED", "VOCABULARY", "make_model", "random_model", "rows_of"]
 
 ROWS, LENGTH, VOCABULARY = 6, 17, 101
 IGNORED = -100
@@ -94,7 +94,11 @@ TIED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "gpt_neo
 def make_model(name: str, *, tied: bool, dtype: torch.dtype) -> nn.Module:
     """A model with random values, the same in every dtype up to rounding, and without dropout."""
     kind, config, keys = FAMILIES[name]
-    made = config(**keys, **({"tie_word_embeddings": tied} if name in TIED else {}))
+    return random_model(kind, config(**keys, **({"tie_word_embeddings": tied} if name in TIED else {})), dtype)
+
+
+def random_model(kind: Any, made: Any, dtype: torch.dtype) -> nn.Module:
+    """As `make_model`, of a class and a config of it."""
     for key, value in vars(made).items():
         if "drop" in key and isinstance(value, float):
             setattr(made, key, 0.0)

@@ -19,6 +19,7 @@ for name in (
     "meshwright.runtime",
     "meshwright.train.batches",
     "tests.harness.cases",
+    "tests.harness.divided",
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)

@@ -11,6 +11,7 @@ from meshwright._version import __version__
 from meshwright.cli.accuracy import accuracy
 from meshwright.cli.calibrate import calibrate
 from meshwright.cli.estimate import estimate
+from meshwright.cli.explain import explain
 from meshwright.cli.generate import generate
 from meshwright.cli.plan import plan
 from meshwright.cli.train import train
@@ -52,7 +53,7 @@ def app() -> None:
     """All commands."""
 
 
-for command in (train, plan, estimate, verify, generate, calibrate, accuracy):
+for command in (train, plan, estimate, explain, verify, generate, calibrate, accuracy):
     app.add_command(command)
 
 

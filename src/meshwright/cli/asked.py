@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from msgspec import Struct
 
 from meshwright.cli.models import find_described
 from meshwright.errors import ConfigError
@@ -16,8 +18,7 @@ from meshwright.spec.families import Described
 __all__ = ["Asked", "Request", "read_request", "require_options"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
+class Asked(Struct, frozen=True, kw_only=True):
     """The options of `meshwright plan`, as they were written."""
 
     model: str | None
@@ -30,8 +31,7 @@ class Asked:
     executable: bool | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(Struct, frozen=True, kw_only=True):
     """What they mean. `shape` is that of the built-in decoder, where the model is that one."""
 
     question: Question

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from meshwright.collector import collector_paused, collector_spared_at_exit
+
 __all__ = ["estimate"]
 
 _MODEL = (
@@ -24,6 +26,7 @@ _SET = "Change a value of the job (job.compute_dtype=float32)."
     "--set", "sets", multiple=True, metavar="KEY=VALUE", help="A value of the job (job.compute_dtype=float32)."
 )
 @click.option("--json", is_flag=True, help="Print the numbers as JSON, in bytes.")
+@collector_paused()  # also while modules are loaded
 def estimate(
     model: str, global_batch: int, seq: int, cluster: str, strategy: str, sets: tuple[str, ...], json: bool
 ) -> None:
@@ -33,6 +36,7 @@ def estimate(
     from meshwright.spec import Layout, job_for, parse_strategy
     from meshwright.spec.clusters import parse_cluster
 
+    collector_spared_at_exit()
     machines = parse_cluster(cluster)
     chosen = parse_strategy(strategy)
     job = job_for(machines, global_batch=global_batch, sequence=seq, changes=sets)
@@ -51,4 +55,4 @@ def estimate(
 
     from meshwright.report import estimate_view
 
-    Console().print(estimate_view(found))
+    Console(emoji=False).print(estimate_view(found))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from meshwright.collector import collector_paused
+from meshwright.collector import collector_paused, collector_spared_at_exit
 
 if TYPE_CHECKING:
     from meshwright.planner import Why
@@ -69,6 +69,7 @@ def plan(
     """The best strategy for a model on machines that need not be there: ranked, priced, explained."""
     from meshwright.cli.asked import Asked, read_request, require_options
 
+    collector_spared_at_exit()
     asked = Asked(
         model=model,
         cluster=cluster,
@@ -107,7 +108,7 @@ def _show(made: Plan, answers: list[Why], *, json: bool, out: Path | None) -> No
 
     from meshwright.report import plan_view, why_view
 
-    screen = Console()
+    screen = Console(emoji=False)
     screen.print(plan_view(made))
     for answer in answers:
         screen.print(why_view(answer, made))

@@ -11,16 +11,21 @@ _MODEL = (
     "Exit code 0: equal; 1: not equal; 2: it could not be tried."
 )
 _STRATEGY = "The strategy ('dp=2 zero=3 microbatch=2')."
+_SHARDING = (
+    "How tensor parallelism divides modules: layers.*.up=colwise (rowwise, vocab, sequence, replicate, gather-output), "
+    "repeated. The rest as the model's own plan has it."
+)
 _TIMEOUT = "Seconds after which it is given up."
 
 
 @click.command(epilog=_MODEL)
 @click.argument("model")
 @click.option("--strategy", required=True, metavar="'KEY=VALUE ...'", help=_STRATEGY)
+@click.option("--sharding", multiple=True, metavar="PATTERN=STYLE", help=_SHARDING)
 @click.option("--seq", type=int, default=17, show_default=True, help="Tokens per sequence.")
 @click.option("--timeout", type=float, default=600.0, show_default=True, metavar="SECONDS", help=_TIMEOUT)
 @click.option("--json", is_flag=True, help="Print the numbers as JSON.")
-def verify(model: str, strategy: str, seq: int, timeout: float, json: bool) -> None:
+def verify(model: str, strategy: str, sharding: tuple[str, ...], seq: int, timeout: float, json: bool) -> None:
     """Run a small copy of a model under a strategy and in one process, in float64, and compare their numbers."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -36,6 +41,7 @@ def verify(model: str, strategy: str, seq: int, timeout: float, json: bool) -> N
             found = compare(
                 model,
                 strategy,
+                sharding=sharding,
                 sequence=seq,
                 timeout_s=timeout,
                 progress=lambda what, done, of: bar.update(task, description=what),

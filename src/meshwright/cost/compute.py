@@ -8,9 +8,10 @@ the pairs that are not masked. All other operations are bound by memory. Every o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from meshwright.spec import DTYPE_BYTES, BlockSpec, Device, Efficiency, Product
 
@@ -34,7 +35,7 @@ _REACHED_CORE = Efficiency(
 )
 
 
-class Phases(NamedTuple):
+class Phases(Struct, frozen=True, gc=False):
     """Seconds of a forward, and of the halves of a backward: towards the inputs, and towards the weights."""
 
     forward: float = 0.0
@@ -68,8 +69,7 @@ class BlockWork(NamedTuple):
         return self.products.plus(self.attention).plus(self.memory)
 
 
-@dataclass(frozen=True, eq=False)
-class Speeds:
+class Speeds(Struct, frozen=True, eq=False):
     """What a device does per second for a job, and what it reaches of that.
 
     `flops_per_s` is the peak in the compute dtype, `product_flops_per_s` what a large product of a layer reaches,

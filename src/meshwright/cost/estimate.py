@@ -10,7 +10,7 @@ from meshwright.errors import ConfigError
 from meshwright.spec import Cluster, Job, ModelSpec, Strategy
 from meshwright.spec.conventions import Convention, on_accelerator
 
-__all__ = ["Estimate", "RankEstimate", "estimate", "estimate_of", "rank_estimate"]
+__all__ = ["Estimate", "RankEstimate", "estimate", "estimate_of", "rank_bytes"]
 
 #: What ZeRO can divide, so that a larger shard group or a higher stage helps.
 _STATES = ("parameters", "gradients", "optimizer")
@@ -140,7 +140,7 @@ def estimate_of(
     model_parameters: int = 0,
 ) -> Estimate:
     """The estimate of a step's memory that is worked out already; see `estimate`."""
-    ranks = tuple(rank_estimate(index, rank, cluster, strategy, convention) for index, rank in enumerate(memory.ranks))
+    ranks = tuple(_rank_estimate(index, rank, cluster, strategy, convention) for index, rank in enumerate(memory.ranks))
     worst = memory.ranks[max(range(len(ranks)), key=lambda index: ranks[index].total_bytes)]
     hosts = [group.host_memory_bytes for group in cluster.nodes if group.host_memory_bytes is not None]
     device_bytes = _smallest_used(cluster, strategy.world_size)
@@ -182,25 +182,31 @@ def _smallest_used(cluster: Cluster, ranks: int) -> int:
     return group.device.memory_bytes
 
 
-def rank_estimate(
+def rank_bytes(rank: RankMemory, cluster: Cluster, strategy: Strategy, convention: Convention | None) -> int:
+    """The total bytes of one pipeline rank."""
+    return rank.peak_bytes + sum(_overhead(rank, cluster, strategy, convention).values())
+
+
+def _overhead(rank: RankMemory, cluster: Cluster, strategy: Strategy, convention: Convention | None) -> dict[str, int]:
+    kind, units = cluster.device_kind, rank.gathers_in_flight
+    return overhead_bytes(kind, strategy, rank.peak_bytes, convention, units=units, unit_bytes=rank.largest_unit)
+
+
+def _rank_estimate(
     index: int, rank: RankMemory, cluster: Cluster, strategy: Strategy, convention: Convention | None
 ) -> RankEstimate:
     """What one pipeline rank holds."""
-    in_step = rank.in_step
-    tensors = sum(in_step.values())
-    overhead = overhead_bytes(
-        cluster.device_kind, strategy, tensors, convention, units=rank.gathers_in_flight, unit_bytes=rank.largest_unit
-    )
+    overhead = _overhead(rank, cluster, strategy, convention)
     kinds = [block.name for stage in rank.stages for block in stage.blocks if block.kind != "layer"]
     return RankEstimate(
         rank=index,
         layers=tuple(sum(block.kind == "layer" for block in stage.blocks) for stage in rank.stages),
         holds=tuple(kinds),
         at_rest=rank.at_rest,
-        in_step=in_step,
+        in_step=rank.in_step,
         phase=rank.peak.phase,
         overhead=overhead,
         host_bytes=rank.host,
         disk_bytes=rank.disk,
-        total_bytes=tensors + sum(overhead.values()),
+        total_bytes=rank.peak_bytes + sum(overhead.values()),
     )

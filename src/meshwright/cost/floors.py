@@ -8,6 +8,7 @@ first or the last pipeline rank while most microbatches are in flight, but what 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -36,6 +37,8 @@ class Floors(Lines):
         self._contention = min(speed.reached.contention for speed in found) if beside else 0.0
         #: Whether it is known here which rank is the busiest.
         self._equal = len({speed.product_flops_per_s for speed in found}) == 1
+        #: By number of ranks: seconds to sum up a few numbers of all of them.
+        self._statistics: dict[int, float] = {1: 0.0}
         #: Of the strategy that was asked for last: it is asked for again with every way to recompute.
         self._last_room: tuple[Strategy | None, tuple[int, int]] = None, (0, 0)
 
@@ -193,7 +196,7 @@ class Floors(Lines):
         trained = int(sheet.trained(0, layers, pp == 1, pp == 1) * part)
         early = self._microbatches(strategy) > pp
         load = Load(int(plain * part), int(experts * part), trained, 0, 0, early)
-        held = states_bytes(self._job, strategy, load)
+        [held] = states_bytes(self._job, strategy, (load,))
         held += least_overhead_bytes(self._cluster.device_kind, strategy, held)
         if pp == 1:
             held += batch * (sheet.first_saved + sheet.last_saved + sheet.logits)
@@ -269,10 +272,11 @@ class Floors(Lines):
 
     def _statistics_s(self, strategy: Strategy) -> float:
         world = strategy.world_size
-        if world == 1:
-            return 0.0
-        group, nodes = self._groups(strategy).reduced, -(-world // self._per_node)
-        return collective_s("all_reduce", 0, group._replace(size=world, inside=-(-world // nodes), nodes=nodes))
+        if world not in self._statistics:
+            group, nodes = self._groups(strategy).reduced, -(-world // self._per_node)
+            all_ranks = group._replace(size=world, inside=-(-world // nodes), nodes=nodes)
+            self._statistics[world] = collective_s("all_reduce", 0, all_ranks)
+        return self._statistics[world]
 
     def _replicas_s(self, strategy: Strategy, line: Line, waits: bool) -> float:
         if shard_group(strategy) == 1 or strategy.replicas == 1:
@@ -303,10 +307,11 @@ def _least_load(layers: int, layer: float, first: float, last: float, ranks: int
     steps = sorted(
         more + count * layer for more in (0.0, first, last, first + last) for count in range(low, layers // ranks + 4)
     )
-    for limit in steps:
+
+    def enough(limit: float) -> bool:
         room = limit / layer * (1 + 1e-9)
         apart = (ranks - 2) * int(room) + max(0, int(room - first / layer)) + max(0, int(room - last / layer))
         together = (ranks - 1) * int(room) + max(0, int(room - (first + last) / layer))
-        if max(apart, together) >= layers:
-            return limit
-    return steps[-1]
+        return max(apart, together) >= layers
+
+    return steps[min(bisect_left(steps, True, key=enough), len(steps) - 1)]

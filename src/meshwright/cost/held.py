@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+
+from msgspec import structs
 
 from meshwright.cost.moments import Moment, StageMoments
 from meshwright.cost.stages import Stage
@@ -47,7 +48,7 @@ def with_outputs(stage: Stage) -> Stage:
         return stage
     saved = {policy: size + last.output_bytes for policy, size in last.saved_bytes.items()}
     alive = {policy: size + last.output_bytes for policy, size in last.alive_bytes.items()}
-    return replace(stage, blocks=(*before, replace(last, saved_bytes=saved, alive_bytes=alive)))
+    return structs.replace(stage, blocks=(*before, replace(last, saved_bytes=saved, alive_bytes=alive)))
 
 
 def stage_moments(
@@ -64,8 +65,8 @@ def stage_moments(
 class HeldStates(States):
     """Model states of one stage in a stack that holds `StateBytes` per parameter."""
 
-    def __init__(self, blocks: Sequence[BlockSpec], job: Job, strategy: Strategy, held: StateBytes) -> None:
-        super().__init__(blocks, job, strategy)
+    def __init__(self, stage: Stage, job: Job, strategy: Strategy, held: StateBytes) -> None:
+        super().__init__(stage, job, strategy)
         self._held = held
 
     @property
@@ -85,12 +86,14 @@ class HeldMoments(StageMoments):
     """The moments of one stage where weights and gradients are held as a `StateBytes` says."""
 
     def __init__(self, stage: Stage, job: Job, strategy: Strategy, held: StateBytes, *, recomputed: int) -> None:
-        super().__init__(stage, job, strategy, recomputed=recomputed)
-        self.states: HeldStates = HeldStates(stage.blocks, job, strategy, held)
         self._held = held
+        super().__init__(stage, job, strategy, recomputed=recomputed)
         self.telling = list(range(len(self.layers)))  # shares of a byte are cut off: bytes do not rise quite evenly
         #: Whether every rank of the shard group keeps only its part of the gradients between microbatches.
         self._divided = strategy.zero >= 2
+
+    def _states_of(self, stage: Stage, job: Job, strategy: Strategy) -> States:
+        return HeldStates(stage, job, strategy, self._held)
 
     def optimizer(self) -> Moment:
         """The optimizer's step."""

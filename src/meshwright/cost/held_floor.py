@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate
-from typing import NamedTuple
+from operator import add
+
+from msgspec import Struct
 
 from meshwright.cost.overhead import least_overhead_bytes
 from meshwright.cost.states import expert_group, shard_group
@@ -97,7 +99,7 @@ class Sheet:
         return max(0, _alive(block, policy) - saved) + block.backward_extra_bytes
 
 
-class Load(NamedTuple):
+class Load(Struct, frozen=True, gc=False):
     """What one pipeline rank holds while most microbatches are in flight: elements on its stages, those of experts and
     those with a gradient among them; bytes of activations and logits, also where activations of layers go to the host;
     and whether gradients of earlier microbatches are there, and of earlier windows of microbatches."""
@@ -164,35 +166,35 @@ def _load(
 def held_bytes(job: Job, kind: str, strategy: Strategy, loads: tuple[Load, ...]) -> int:
     """Bytes that the rank that needs most does not lie below."""
     away = strategy.offload.activations == "host"
-    most = max(states_bytes(job, strategy, load) + (load.kept_here if away else load.kept) for load in loads)
+    kept = [load.kept_here if away else load.kept for load in loads]
+    most: int = max(map(add, states_bytes(job, strategy, loads), kept))
     return most + least_overhead_bytes(kind, strategy, most)
 
 
-def states_bytes(job: Job, strategy: Strategy, load: Load) -> int:
-    """Model states of a rank while microbatches are in flight, at least."""
-    offload, zero, group = strategy.offload, strategy.zero, shard_group(strategy)
-    sharded = group > 1
-    stored, compute = DTYPE_BYTES[job.param_dtype], DTYPE_BYTES[job.compute_dtype]
-    share, trained = load.plain + load.experts, load.trained
-    if sharded:
-        share = load.plain // group + load.experts // expert_group(strategy)
-        trained = min(trained, share)
-    held = 0
-    if offload.optimizer == "device":
-        held += stored * job.optimizer.state_tensors * trained
-        held += stored * share if offload.parameters == "device" else 0
-    if not sharded:
-        held += stored * trained
-    elif load.early and (zero < 2 or (strategy.reduce == "window" and strategy.pp > 1)):
-        held += DTYPE_BYTES[job.reduce_dtype] * load.trained
-        if zero > 1 and load.windows and offload.optimizer == "device":
-            held += stored * trained  # what was reduced before lies beside
-    elif load.early and offload.optimizer == "device":
-        held += stored * trained
+def states_bytes(job: Job, strategy: Strategy, loads: tuple[Load, ...]) -> list[int]:
+    """Model states of ranks while microbatches are in flight, at least."""
+    zero, group, experts = strategy.zero, shard_group(strategy), expert_group(strategy)
+    sharded, keeps_whole = group > 1, zero < 2 or (strategy.reduce == "window" and strategy.pp > 1)
+    stored, compute, reduced = (DTYPE_BYTES[t] for t in (job.param_dtype, job.compute_dtype, job.reduce_dtype))
+    here, copies_here = strategy.offload.optimizer == "device", strategy.offload.parameters == "device"
     whole = zero < 3 or not sharded or strategy.gather == "step"
-    if whole and offload.parameters == "device" and (sharded or compute < stored):
-        held += compute * (load.plain + load.experts)
-    return held
+    # Bytes of an element: of all on the rank, of its share of them, and of those of its share with a gradient.
+    of_all = compute if whole and copies_here and (sharded or compute < stored) else 0
+    of_share = stored if here and copies_here else 0
+    of_trained = (stored * job.optimizer.state_tensors if here else 0) + (0 if sharded else stored)
+    found = []
+    for load in loads:
+        share, trained = load.plain + load.experts, load.trained
+        held = of_all * share
+        if sharded:
+            share = load.plain // group + load.experts // experts
+            trained = min(trained, share)
+            if load.early and keeps_whole:
+                held += reduced * load.trained
+            if here and (load.early if not keeps_whole else load.early and zero > 1 and load.windows):
+                held += stored * trained  # beside whole gradients lies what was reduced before
+        found.append(held + of_share * share + of_trained * trained)
+    return found
 
 
 def in_flight(schedule: str, ranks: int, microbatches: int, virtual: int, rank: int) -> dict[int, int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from meshwright.cost.balance import balanced_layers, balanced_ranks
 from meshwright.cost.compute import Phases, speeds
@@ -67,7 +69,7 @@ class Wires(NamedTuple):
     near_experts: Group
 
 
-class Flow(NamedTuple):
+class Flow(Struct, frozen=True, gc=False):
     """Seconds to gather and to reduce all units once: of the first stage, and of those of the busiest rank; and what of
     the latter moving the bytes inside a node would take."""
 
@@ -79,8 +81,7 @@ class Flow(NamedTuple):
     reduce_moved: float
 
 
-@dataclass
-class Line:
+class Line(Struct):
     """What strategies that differ in ZeRO and offload alone share.
 
     Attributes:
@@ -99,7 +100,7 @@ class Line:
     stages: list[tuple[int, int, int, float]]
     trained: int
     forward_s: float
-    flows: dict[tuple[int, bool], Flow] = field(default_factory=dict)
+    flows: dict[tuple[int, bool], Flow] = {}
 
 
 class Lines:

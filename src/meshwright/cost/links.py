@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from msgspec import Struct
 
 from meshwright.spec import Cluster, Device, Link, NodeGroup, Strategy
 
@@ -83,8 +84,7 @@ def _rate(link: Link, kind: Collective) -> float:
     return link.bytes_per_s * (link.collectives.get(kind, link.efficiency) if link.collectives else link.efficiency)
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(Struct, frozen=True):
     """Where the ranks of a strategy lie: rank r on device r of the cluster, nodes in the cluster's order."""
 
     cluster: Cluster

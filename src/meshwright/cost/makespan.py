@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from meshwright.collector import collector_paused
 from meshwright.errors import PlanError
@@ -42,8 +44,7 @@ class _Mark(NamedTuple):
     reduces: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seconds:
+class Seconds(Struct, frozen=True, kw_only=True):
     """What is played, by stage, in seconds.
 
     Attributes:
@@ -63,8 +64,7 @@ class Seconds:
     overlap: bool = True
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(Struct, frozen=True):
     """A schedule in an order in which it can be played.
 
     Attributes:

@@ -155,7 +155,8 @@ class RankMemory:
         kept = [stage.kept for stage in stages]
         activations = sum(map(mul, held, [*(one for one, _ in kept), *(stage.waiting for stage in stages)]))
         logits = sum(map(mul, held, (one for _, one in kept)))
-        return self._beside(occasion)._replace(activations=activations, logits=logits)
+        beside = self._beside(occasion)
+        return Moment(beside.phase, beside.gradients, beside.reduced, beside.gathered, activations, logits)
 
     def _largest(self, situation: _Situation) -> Moment:
         """The moment inside an action with the most bytes; the first one of equals. Stages that are alike share it."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from meshwright.cost.occasions import Progress
 from meshwright.cost.stages import Stage
@@ -23,7 +24,7 @@ from meshwright.spec import DTYPE_BYTES, BlockSpec, Job, Strategy
 __all__ = ["Moment", "StageMoments"]
 
 
-class Moment(NamedTuple):
+class Moment(Struct, frozen=True, gc=False):
     """Bytes at one moment of a step, besides the stored parameters and the optimizer's states.
 
     `reduced` is the part of `gradients` that is already divided among the shard group.
@@ -39,14 +40,18 @@ class Moment(NamedTuple):
     @property
     def total(self) -> int:
         """Sum of the categories."""
-        _, gradients, _, gathered, activations, logits = self
-        return gradients + gathered + activations + logits
+        return self.gradients + self.gathered + self.activations + self.logits
 
     def plus(self, other: Moment) -> Moment:
         """Both at once; the phase is this one's."""
-        phase, gradients, reduced, gathered, activations, logits = self
-        _, a, b, c, d, e = other
-        return Moment(phase, gradients + a, reduced + b, gathered + c, activations + d, logits + e)
+        return Moment(
+            self.phase,
+            self.gradients + other.gradients,
+            self.reduced + other.reduced,
+            self.gathered + other.gathered,
+            self.activations + other.activations,
+            self.logits + other.logits,
+        )
 
 
 class StageMoments:
@@ -58,7 +63,7 @@ class StageMoments:
     """
 
     def __init__(self, stage: Stage, job: Job, strategy: Strategy, *, recomputed: int) -> None:
-        self.states = States(stage.blocks, job, strategy)
+        self.states = self._states_of(stage, job, strategy)
         #: The largest moment of an action, once it is known.
         self.largest: dict[tuple[object, ...], Moment] = {}
         self._while: dict[Progress, Moment] = {}
@@ -104,6 +109,10 @@ class StageMoments:
         self._end_reduce = strategy.zero < 2 or window
         #: Whether shards of an earlier window lie beside this window's whole gradients (a window is pp microbatches).
         self._windows = window and strategy.microbatches(job.global_batch) > strategy.pp + 1
+
+    def _states_of(self, stage: Stage, job: Job, strategy: Strategy) -> States:
+        """The model states of the stage."""
+        return States(stage, job, strategy)
 
     def _activations(self, stage: Stage) -> tuple[list[int], list[int]]:
         """Bytes kept before each layer, and after each (the last entry: after the head too).

@@ -8,7 +8,8 @@ pass through the host from and to the disk, reading, updating and writing beside
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from meshwright.cost.stages import Stage
 from meshwright.spec import DTYPE_BYTES, Job, Link, NodeGroup, Strategy
@@ -21,8 +22,7 @@ _HOST_BYTES_PER_S = 200e9
 _DISK = Link(latency_s=100e-6, bytes_per_s=2e9)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Streams:
+class Streams(Struct, frozen=True, kw_only=True):
     """Seconds of a step's traffic by what moves, of one rank, and what of it compute waits for (`exposed_s`)."""
 
     parameters_s: float = 0.0

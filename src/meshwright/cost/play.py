@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
+from msgspec import Struct
+
 from meshwright.cost.compute import Phases
-from meshwright.cost.links import Placement
+from meshwright.cost.links import Group, Placement
 from meshwright.cost.makespan import Program, Seconds, program
 from meshwright.cost.simulate import Timeline, simulate
 from meshwright.cost.stages import Stage
@@ -30,8 +32,7 @@ _ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
 SPLIT = ("zb-h1", "interleaved-zb", "zb-v", "dualpipev")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageTimes:
+class StageTimes(Struct, frozen=True, kw_only=True):
     """Seconds by stage: the compute of one microbatch, and a gather and a reduction of all the stage's units."""
 
     phases: tuple[Phases, ...]
@@ -51,8 +52,7 @@ class StageTimes:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Play:
+class Play(Struct, frozen=True, kw_only=True, dict=True):
     """The schedule of a strategy and what its actions take.
 
     Args:
@@ -154,9 +154,13 @@ class Play:
         )
         return replace(found, units=self.units)  # where units are placed does not depend on how many there are
 
+    @cached_property
+    def _group(self) -> Group:
+        return self.placement.group("pp")
+
     def _link(self, source: int, target: int) -> Link:
         """The link between two pipeline ranks: neighbours on one node, or not."""
-        group = self.placement.group("pp")
+        group = self._group
         near = source // group.inside == target // group.inside
         link = group.within if near else group.between
         return Link(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s * link.efficiency, efficiency=1.0)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from meshwright.cost.balance import balanced_layers, balanced_ranks
 from meshwright.cost.compute import Phases, Speeds, speeds
-from meshwright.cost.estimate import Estimate, estimate, estimate_of, rank_estimate
+from meshwright.cost.estimate import Estimate, estimate, estimate_of, rank_bytes
 from meshwright.cost.links import Placement
 from meshwright.cost.memory import StepMemory, recomputed_blocks
 from meshwright.cost.price import price
@@ -120,8 +120,7 @@ class Pricer:
         first, *others = range(len(step.ranks))
         most = -usable
         for index in [first, *others[-1:], *([] if ends else others[:-1])]:
-            rank = rank_estimate(index, step.ranks[index], self.cluster, strategy, self._convention)
-            most = max(most, rank.total_bytes - usable)
+            most = max(most, rank_bytes(step.ranks[index], self.cluster, strategy, self._convention) - usable)
             if most > 0:
                 break
         return most
@@ -152,7 +151,10 @@ class Pricer:
     def budget_bytes(self, strategy: Strategy) -> int:
         """What a plan may use of the smallest device that it needs; those with the most memory are taken first."""
         ranks = strategy.world_size
-        return next((usable for devices, usable in self._budgets if ranks <= devices), self._budgets[-1][1])
+        for devices, usable in self._budgets:
+            if ranks <= devices:
+                return usable
+        return self._budgets[-1][1]
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

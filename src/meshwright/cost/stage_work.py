@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import cached_property
+
+from msgspec import Struct
 
 from meshwright.cost.compute import BlockWork, Phases, Speeds, block_work
 from meshwright.cost.links import Placement, collective_s
@@ -27,17 +29,16 @@ _FUSED_LOGIT_BYTES = 4
 _HOST_AGAIN = {"full": 2, "selective": 5}
 
 
-@dataclass
-class StageWork:
-    """Seconds of one microbatch on a stage: `terms` by name, and their sum."""
+class StageWork(Struct, dict=True):
+    """Seconds of one microbatch on a stage: `terms` by name, and their sum once all are added."""
 
-    terms: dict[str, Phases] = field(default_factory=dict)
+    terms: dict[str, Phases] = {}
 
     def add(self, term: str, phases: Phases, count: int = 1) -> None:
         """Add a part to a term."""
         self.terms[term] = self.terms.get(term, _NOTHING).plus(phases.times(count) if count != 1 else phases)
 
-    @property
+    @cached_property
     def all(self) -> Phases:
         """All terms together."""
         total = _NOTHING

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from msgspec import Struct
 
 from meshwright.errors import ConfigError
 from meshwright.schedule import FOLDED
@@ -13,8 +15,7 @@ from meshwright.spec import BlockSpec, ModelSpec, Strategy
 __all__ = ["Stage", "cut", "even_layers"]
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(Struct, frozen=True):
     """One stage: its number over all ranks, its blocks in forward order, and what the loss keeps where it is the last.
 
     `copied_parameters` counts elements of a tied weight that another stage owns: this stage holds a copy. `alike` are

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import accumulate
+
+from msgspec import Struct
 
 from meshwright.cost.stages import Stage
 from meshwright.spec import DTYPE_BYTES, BlockSpec, Job, Strategy
@@ -40,6 +42,17 @@ class Sums:
         return self._sums[stop]
 
 
+class _Sizes(Struct, frozen=True, gc=False):
+    """Elements of one block, as `States` tells those of units."""
+
+    share: int
+    whole: int
+    trained: int
+    reduced: int
+    made: int
+    largest: int
+
+
 class States:
     """Parameters, gradients' sizes and optimizer states of the units of one stage, on one rank.
 
@@ -52,27 +65,29 @@ class States:
         trained: of `shares`, those with a gradient and optimizer states; `reduced` the same of `wholes`.
     """
 
-    def __init__(self, blocks: Sequence[BlockSpec], job: Job, strategy: Strategy) -> None:
+    def __init__(self, stage: Stage, job: Job, strategy: Strategy) -> None:
         self.sharded = shard_group(strategy) > 1
         group, experts = (shard_group(strategy), expert_group(strategy)) if self.sharded else (1, 1)
-        layers = [block for block in blocks if block.kind == "layer"]
+        kinds = stage.alike or range(len(stage.blocks))
+        root, layers, found = list[_Sizes](), list[_Sizes](), dict[int, _Sizes]()
+        for kind, block in zip(kinds, stage.blocks, strict=True):
+            if kind not in found:
+                found[kind] = _sizes(block, group, experts, self.sharded)
+            (layers if block.kind == "layer" else root).append(found[kind])
         step = strategy.unit_blocks
-        units = [[block for block in blocks if block.kind != "layer"]]
-        units += [layers[start : start + step] for start in range(0, len(layers), step)]
-
-        def summed(trained: bool, whole: bool) -> list[int]:
-            return [sum(_size(block, group, experts, trained, whole, self.sharded) for block in unit) for unit in units]
-
-        self.shares, self.wholes = summed(trained=False, whole=False), summed(trained=False, whole=True)
-        self.trained, self.reduced = summed(trained=True, whole=False), summed(trained=True, whole=True)
-        self.made = [sum(block.trained_parameters for block in unit) for unit in units]
-        self.largest = [max((_largest(block) for block in unit), default=0) for unit in units]
+        units = [root, *(layers[start : start + step] for start in range(0, len(layers), step))]
+        self.shares = [sum(s.share for s in unit) for unit in units]
+        self.wholes = [sum(s.whole for s in unit) for unit in units]
+        self.trained = [sum(s.trained for s in unit) for unit in units]
+        self.reduced = [sum(s.reduced for s in unit) for unit in units]
+        self.made = [sum(s.made for s in unit) for unit in units]
+        self.largest = [max((s.largest for s in unit), default=0) for unit in units]
         self.share, self.whole, self.make = Sums(self.shares), Sums(self.wholes), Sums(self.made)
         self.train = Sums(self.trained)
         self._s, self._c = DTYPE_BYTES[job.param_dtype], DTYPE_BYTES[job.compute_dtype]
         self._states = self._s * job.optimizer.state_tensors
         self._offload, self._zero = strategy.offload, strategy.zero
-        exact = sum(block.parameters for block in blocks)
+        exact = sum(block.parameters for block in stage.blocks)
         #: Bytes of the states at rest that are padding: what equal shares take beyond P/d.
         self.padding = (self._s + self._states) * max(0, self.whole.all - exact) // group
 
@@ -108,10 +123,20 @@ class States:
         return held
 
 
-def _size(block: BlockSpec, group: int, experts: int, trained: bool, whole: bool, sharded: bool) -> int:
-    if not sharded:
-        return block.trained_parameters if trained else block.parameters
-    return block.share(group, expert_group=experts, trained=trained, whole=whole)
+def _sizes(block: BlockSpec, group: int, experts: int, sharded: bool) -> _Sizes:
+    def size(trained: bool, whole: bool) -> int:
+        if not sharded:
+            return block.trained_parameters if trained else block.parameters
+        return block.share(group, expert_group=experts, trained=trained, whole=whole)
+
+    return _Sizes(
+        share=size(trained=False, whole=False),
+        whole=size(trained=False, whole=True),
+        trained=size(trained=True, whole=False),
+        reduced=size(trained=True, whole=True),
+        made=block.trained_parameters,
+        largest=_largest(block),
+    )
 
 
 def _largest(block: BlockSpec) -> int:

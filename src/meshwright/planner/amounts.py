@@ -68,7 +68,7 @@ class Amounts:
         if (least := needed(high)) > budget:
             self._short.note(self._space.recomputing(strategy, entry, entry.blocks[high]), least)
             return -1
-        while low < high:  # what is needed is most often near
+        while low < high:  # most often near; a cut of layers may lift what more blocks need, so the low ones come first
             middle = min(low + step - 1, (low + high) // 2)
             if needed(middle) <= budget:
                 high = middle

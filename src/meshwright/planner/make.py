@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+
+from msgspec.structs import asdict
 
 from meshwright._version import __version__
 from meshwright.collector import collector_paused

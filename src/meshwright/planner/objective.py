@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from meshwright.spec.checks import require_choice
 
@@ -14,8 +15,7 @@ Name = Literal["time", "devices", "cost"]
 _DIGITS = 9
 
 
-@dataclass(frozen=True)
-class Objective:
+class Objective(Struct, frozen=True):
     """What is made as small as can be, as numbers that are compared in order; `text` says it in words.
 
     `time` is the step's seconds. `devices` is the number of devices, then the step's seconds. `cost` is device-seconds

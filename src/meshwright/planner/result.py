@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from meshwright.planner.rule import Candidate
 
 __all__ = ["Counts", "Result"]
 
 
-@dataclass
-class Counts:
+class Counts(Struct):
     """How many meshes and strategies a search looked at, and how many of these it played in full. `unproven` is the
     share by which something better than the best may exist: 0 where all was looked at that may be better."""
 
@@ -29,14 +28,13 @@ class Counts:
         )
 
 
-@dataclass
-class Result:
+class Result(Struct):
     """What a search found.
 
     `fitting` is sorted, best first: of every shape (`space.Shape`) the best strategy. `short` are the nearest that do
     not fit, one for each ZeRO stage and kind of mesh that was met.
     """
 
-    fitting: list[Candidate] = field(default_factory=list)
-    short: list[Candidate] = field(default_factory=list)
+    fitting: list[Candidate] = []
+    short: list[Candidate] = []
     counts: Counts = field(default_factory=Counts)

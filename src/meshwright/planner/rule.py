@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import get_args
+
+from msgspec import Struct
 
 from meshwright.cost.pricer import Pricer
 from meshwright.planner.objective import Objective
@@ -31,15 +32,14 @@ def rule_of(objective: Objective) -> str:
     return RULE.format(objective=objective.text)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Candidate:
+class Candidate(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     """A strategy with its price, which is worked out as far as it is asked for.
 
     `pricer` knows the cluster it is priced on: all nodes, or those that are not left out.
     """
 
     strategy: Strategy
-    pricer: Pricer = field(repr=False)
+    pricer: Pricer
     executable: bool
 
     @property

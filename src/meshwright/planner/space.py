@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import product
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from meshwright.cost.pricer import Pricer
 from meshwright.errors import ConfigError
@@ -48,8 +50,7 @@ class Shape(NamedTuple):
     variants: tuple[Strategy, ...]
 
 
-@dataclass(frozen=True)
-class Recompute:
+class Recompute(Struct, frozen=True):
     """A recompute policy and how many of the first blocks may recompute, the fewest first; 0 stands for all."""
 
     policy: str
@@ -360,8 +361,7 @@ def like(strategy: Strategy, **changes: Any) -> Strategy:
     """A strategy with other values that are known to be legal beside the rest: `replace` without its checks, which
     would cost a search more than its bounds do."""
     made = object.__new__(Strategy)
-    made.__dict__.update(strategy.__dict__)
-    made.__dict__.update(changes)
+    object.__setattr__(made, "__dict__", strategy.__dict__ | changes)
     return made
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from msgspec import Struct
 from rich import box
 from rich.table import Table
 
@@ -24,8 +24,7 @@ CATEGORY_HEADERS = {
 }
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(Struct, frozen=True):
     """One unit for all cells of a table: GiB, or MiB where the largest is below 10 GiB."""
 
     step: int

@@ -33,6 +33,7 @@ def _what(found: Verified) -> list[Text]:
         f"made smaller: {', '.join(copy.changes)}" if copy.changes else "run as it is",
         f"besides: {', '.join(copy.notes)}" if copy.notes else "",
         f"the loss is the mean over {copy.labels}" if copy.labels != "what its loss counts" else "",
+        *(f"divided {words}" for words in copy.divided),
         f"{found.strategy}: {found.ranks} ranks, {found.global_batch} sequences a step, 3 steps of SGD with momentum "
         "and of AdamW, float64" + (", clipped" if found.clipped else ""),
     ]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from meshwright.schedule.action import Schedule
 
 __all__ = ["InFlight", "in_flight"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class InFlight:
+class InFlight(Struct, frozen=True, kw_only=True):
     """One rank: the most microbatches that are between forward and backward at one time.
 
     `peak` counts those of all its stages together, `stages` those of each stage alone.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from meshwright.collector import collector_paused
 from meshwright.errors import ConfigError, UnsupportedCombination
@@ -35,8 +36,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shape:
+class _Shape(Struct, frozen=True, kw_only=True):
     """How a schedule is made: the order of a rank by (ranks, microbatches, stages a rank, rank), and how many stages a
     rank has.
 

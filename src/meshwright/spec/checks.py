@@ -42,6 +42,8 @@ def require_types(noun: Any, where: str = "") -> None:
     kind: Any = type(noun)
     for name, wanted in _plain_fields(kind).items():
         value = getattr(noun, name)
+        if type(value) is wanted:
+            continue
         accepted = (int, float) if wanted is float else wanted
         if not isinstance(value, accepted) or (wanted is not bool and isinstance(value, bool)):
             raise ConfigError(

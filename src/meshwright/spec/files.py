@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-import tomli_w
 
 from meshwright.errors import ConfigError
 
@@ -86,6 +85,8 @@ def to_table(noun: Any) -> Table:
 
 def dump_toml(table: Table) -> str:
     """A table as TOML text."""
+    import tomli_w
+
     return tomli_w.dumps(table)
 
 

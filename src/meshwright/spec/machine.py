@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 from dataclasses import replace
@@ -13,8 +12,6 @@ from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
 from meshwright.spec.devices import find_device
 
 __all__ = ["plain_machine", "this_machine"]
-
-_LOG = logging.getLogger("meshwright")
 
 #: The catalogue's core of a CPU.
 _CPU = "CPU-4GB"
@@ -50,7 +47,9 @@ def this_machine() -> Cluster:
     plain = plain_machine()
     kept, why_not = kept_measurement(plain)
     if why_not:
-        _LOG.warning("%s; run `meshwright calibrate`", why_not)
+        import logging  # only here: it takes as long to load as a plan's tables
+
+        logging.getLogger("meshwright").warning("%s; run `meshwright calibrate`", why_not)
     return kept or plain
 
 

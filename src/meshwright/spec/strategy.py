@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from meshwright.errors import ConfigError
@@ -18,6 +18,13 @@ Reduce = Literal["auto", "microbatch", "window", "end"]
 Schedule = Literal[
     "single", "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "interleaved-zb", "zb-v", "dualpipev"
 ]
+#: Fields with words for values; a search builds hundreds of strategies.
+_CHOICES = {
+    "schedule": get_args(Schedule),
+    "recompute": get_args(Recompute),
+    "gather": get_args(Gather),
+    "reduce": get_args(Reduce),
+}
 
 #: Mesh dimensions, outermost (slowest link) first: the default order over ranks.
 MESH_DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -86,15 +93,14 @@ class Strategy:
     microbatch: int = 1
     recompute: Recompute = "none"
     recompute_blocks: int = 0
-    offload: Offload = field(default_factory=Offload)
+    offload: Offload = Offload()
     gather: Gather = "auto"
     reduce: Reduce = "auto"
 
     def __post_init__(self) -> None:
         require_types(self)
-        choices = {"schedule": Schedule, "recompute": Recompute, "gather": Gather, "reduce": Reduce}
-        for name, known in choices.items():
-            require_choice(name, getattr(self, name), get_args(known))
+        for name, known in _CHOICES.items():
+            require_choice(name, getattr(self, name), known)
         self._check_degrees()
         self._check_zero()
         self._check_pipeline()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from meshwright.errors import UnsupportedCombination
 from meshwright.spec.job import Job
@@ -12,8 +13,7 @@ from meshwright.spec.strategy import Strategy
 __all__ = ["NOT_EXECUTABLE", "is_executable", "require_executable", "unsupported"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limit:
+class Limit(Struct, frozen=True, kw_only=True):
     """One row: when it applies, what is not executable yet, and what to do instead."""
 
     applies: Callable[[Strategy, Job], bool]

@@ -12,7 +12,8 @@ class Copy:
     """What was run: a small copy of the user's model, or the model itself where that is small.
 
     `classes` are the module classes in it, `changes` what was made smaller ("hidden_size 4096 -> 24"), `notes` what
-    else was done to it, and `labels` what its loss is the mean over.
+    else was done to it, `labels` what its loss is the mean over, and `divided` what tensor parallelism divides and who
+    said so.
     """
 
     model: str
@@ -23,6 +24,7 @@ class Copy:
     changes: tuple[str, ...]
     notes: tuple[str, ...]
     labels: str
+    divided: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         blocks = f"{self.blocks} blocks, " if self.blocks else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from meshwright.spec import Job, Strategy, require_executable
 from meshwright.spec.catalogue import is_function, is_path, named_model
 from meshwright.spec.families import read_table
 
-__all__ = ["ACCUMULATION", "CLIP_NORM", "MOST_RANKS", "ask_model", "job_of", "require_possible"]
+__all__ = ["ACCUMULATION", "CLIP_NORM", "MOST_RANKS", "ask_model", "job_of", "read_sharding", "require_possible"]
 
 #: Ranks that are started at most: they share this machine's cores.
 MOST_RANKS = 8
@@ -52,8 +52,39 @@ def require_possible(strategy: Strategy, sequence: int) -> None:
             f"the strategy {strategy} has {strategy.world_size} ranks",
             why=f"they are processes of this machine, at most {MOST_RANKS} are started, and the numbers of a strategy "
             "do not depend on how many there are",
-            fix=f"verify the same strategy with a smaller dp, for example dp={min(MOST_RANKS, 4)}",
+            fix="verify the same strategy with a smaller " + _smaller(strategy),
         )
+
+
+def _smaller(strategy: Strategy) -> str:
+    if strategy.tp == 1:
+        return f"dp, for example dp={min(MOST_RANKS, 4)}"
+    tp = strategy.tp if strategy.tp < MOST_RANKS else 2
+    return f"dp{'' if tp == strategy.tp else ' and tp'}, for example dp={max(1, MOST_RANKS // tp)} tp={tp}"
+
+
+def read_sharding(given: Mapping[str, str] | Iterable[str] | None) -> dict[str, str]:
+    """Annotations for tensor parallelism: a mapping, or texts like `layers.*.up=colwise`.
+
+    Raises:
+        ConfigError: they are neither.
+    """
+    if given is None:
+        return {}
+    pairs = given.items() if isinstance(given, Mapping) else [_annotation(text) for text in given]
+    for pattern, style in pairs:
+        if not isinstance(pattern, str) or not isinstance(style, str):
+            raise ConfigError(f"sharding: {pattern!r} = {style!r}", fix='give texts: {"layers.*.up": "colwise"}')
+    return dict(pairs)
+
+
+def _annotation(text: str) -> tuple[str, str]:
+    pattern, sign, style = str(text).rpartition("=")
+    if not (pattern.strip() and sign and style.strip()):
+        raise ConfigError(
+            f"sharding: {text}", why="it is not PATTERN=STYLE", fix="write for example layers.*.mlp.up=colwise"
+        )
+    return pattern.strip(), style.strip()
 
 
 def ask_model(model: Any, place: Path) -> dict[str, Any]:

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from meshwright.errors import ConfigError
 from meshwright.measure.verify.reduced import Reduced, reduce_config
 
-__all__ = ["batch_for", "find_class", "kind_of", "labels_of", "lengths", "require_transformers", "small_config"]
+__all__ = [
+    "any_class",
+    "batch_for",
+    "find_class",
+    "kind_of",
+    "labels_of",
+    "lengths",
+    "require_transformers",
+    "small_config",
+    "whole_config",
+]
 
 IGNORED = -100
 #: Shares of a sequence that are no padding; seven, so that they fall on ranks and microbatches unevenly.
@@ -50,22 +60,16 @@ def require_transformers(name: str) -> None:
         ) from error
 
 
-def small_config(table: Mapping[str, Any], *, name: str, depth: int, sequence: int) -> tuple[Any, Reduced]:
-    """A small config of the table's kind, and what was changed.
+def small_config(
+    table: Mapping[str, Any], *, name: str, depth: int, sequence: int, tp: int = 1, annotated: bool = False
+) -> tuple[Any, Reduced]:
+    """A small config of the table's kind, and what was changed; arguments as `reduce_config` takes them.
 
     Raises:
         ConfigError: its model_type is unknown to Transformers, or it has values that its class refuses.
+        UnsupportedCombination: `tp` does not divide its heads.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    family = table["model_type"]
-    if family not in CONFIG_MAPPING:
-        raise ConfigError(
-            f"config.json of {name}: model_type {family} is not known to Transformers",
-            why="its code is not part of it, and code that comes with a model is never run",
-            fix="give a function that builds a small one: file.py:function",
-        )
-    kind: Any = CONFIG_MAPPING[family]
+    family, kind = table["model_type"], _config_class(table, name)
     if parts := [part for part in kind.sub_configs if part not in _NO_PARTS]:
         raise ConfigError(
             f"config.json of {name}: model_type {family} has several parts ({', '.join(parts)})",
@@ -73,9 +77,32 @@ def small_config(table: Mapping[str, Any], *, name: str, depth: int, sequence: i
             fix="give the config.json of the language model alone, or a function that builds a small one with its "
             "inputs: file.py:function",
         )
-    whole = _made(kind, {key: value for key, value in table.items() if key != "quantization_config"}, name)
-    reduced = reduce_config(table, whole.to_dict(), depth=depth, sequence=sequence)
+    whole = whole_config(table, name=name)
+    reduced = reduce_config(table, whole.to_dict(), depth=depth, sequence=sequence, tp=tp, annotated=annotated)
     return _made(kind, reduced.table, name), reduced
+
+
+def whole_config(table: Mapping[str, Any], *, name: str) -> Any:
+    """The config of a table, as it is; of a quantised model, that of the model before.
+
+    Raises:
+        ConfigError: its model_type is unknown to Transformers, or it has values that its class refuses.
+    """
+    kept = {key: value for key, value in table.items() if key != "quantization_config"}
+    return _made(_config_class(table, name), kept, name)
+
+
+def _config_class(table: Mapping[str, Any], name: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    family = table["model_type"]
+    if family not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"config.json of {name}: model_type {family} is not known to Transformers",
+            why="its code is not part of it, and code that comes with a model is never run",
+            fix="give a function that builds the model, or a small one: file.py:function",
+        )
+    return CONFIG_MAPPING[family]
 
 
 def _made(kind: Any, table: Mapping[str, Any], name: str) -> Any:
@@ -113,6 +140,32 @@ def find_class(config: Any, architectures: Any, name: str) -> Any:
             fix="give a function that returns (model, inputs, loss, targets): file.py:function",
         )
     return found[0]
+
+
+def any_class(config: Any, architectures: Any, name: str) -> Any:
+    """The class that `architectures` names, or the one with a head for such a config, or the one without.
+
+    Raises:
+        ConfigError: Transformers has none for it.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    for entry in architectures or ():
+        named = getattr(transformers, str(entry), None)
+        if inspect.isclass(named) and issubclass(named, nn.Module):
+            return named
+    for mapping in (*_MAPPINGS[bool(getattr(config, "is_encoder_decoder", False))], "MODEL_MAPPING"):
+        table = getattr(modeling_auto, mapping)
+        if type(config) in table:
+            return table[type(config)]
+    raise ConfigError(
+        f"{name}: Transformers has no model for a {type(config).__name__}",
+        why="it is the config of a part of a model"
+        if not architectures
+        else f"{architectures} is not among its classes",
+        fix="name its class in architectures, or give a function that builds it: file.py:function",
+    )
 
 
 def _takes_labels(kind: Any) -> bool:

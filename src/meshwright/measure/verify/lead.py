@@ -48,6 +48,7 @@ class _Lead:
         self._deadline = time.monotonic() + request["timeout_s"]
         self._models = request["models"]
         self._strategies = [parse_strategy(text) for text in request["strategies"]]
+        self._sharding = request["sharding"]
         self._parent = os.getppid()
         self._facts: dict[tuple[Any, ...], Facts] = {}
         self._of, self._done = len(self._models) * len(self._strategies), 0
@@ -65,9 +66,10 @@ class _Lead:
 
     def _one(self, index: int, asked: dict[str, Any], strategy: Strategy) -> Verified:
         depth = depth_for(strategy.unit_blocks, strategy.recompute_blocks)
-        key = (index, depth, strategy.microbatch, strategy.dp)
+        key = (index, depth, strategy.microbatch, strategy.dp, strategy.tp)
         named = self._folder / "-".join(map(str, key))
-        prepared = Prepared(asked, strategy, depth, self._sequence, named.with_suffix(".values"))
+        place = named.with_suffix(".values")
+        prepared = Prepared(asked, strategy, depth, self._sequence, place, self._sharding)
         engine = {name: Path(f"{named}.engine-{name}") for name in OPTIMIZERS}
         plain = {name: Path(f"{named}.plain-{name}") for name in OPTIMIZERS}
         fresh = key not in self._facts

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, UnsupportedCombination
+from meshwright.measure.verify.heads import few_heads
 
 __all__ = ["VOCABULARY", "Reduced", "depth_for", "reduce_config"]
 
@@ -80,7 +81,15 @@ def depth_for(unit_blocks: int, recompute_blocks: int) -> int:
     return max(3, 2 * unit_blocks + 1, recompute_blocks + 1)
 
 
-def reduce_config(given: Mapping[str, Any], values: Mapping[str, Any], *, depth: int, sequence: int) -> Reduced:
+def reduce_config(
+    given: Mapping[str, Any],
+    values: Mapping[str, Any],
+    *,
+    depth: int,
+    sequence: int,
+    tp: int = 1,
+    annotated: bool = False,
+) -> Reduced:
     """The keys of a small config of the same kind.
 
     Args:
@@ -88,15 +97,18 @@ def reduce_config(given: Mapping[str, Any], values: Mapping[str, Any], *, depth:
         values: what his class makes of them, with its defaults.
         depth: blocks at least; for one stack a few more.
         sequence: tokens that it must take.
+        tp: tensor-parallel ranks, over which its heads are divided as those of the whole model would be.
+        annotated: whether the user says which modules are divided: those with heads may not be among them.
 
     Raises:
         ConfigError: sizes that do not belong together.
+        UnsupportedCombination: `tp` does not divide the heads.
     """
     small = Reduced({key: value for key, value in given.items() if key not in _LEFT_OUT})
     if given.get("quantization_config"):
         small.notes.append("unquantised, as training needs it")
     _blocks(small, values, depth)
-    size = _heads(small, values)
+    size = _heads(small, values, tp, annotated)
     _latent(small, values)
     for key in _INNERS:
         _shrink(small, values, key, _INNER)
@@ -149,7 +161,7 @@ def _blocks(small: Reduced, values: Mapping[str, Any], depth: int) -> None:
     _shrink(small, values, "first_k_dense_replace", 1)
 
 
-def _heads(small: Reduced, values: Mapping[str, Any]) -> int:
+def _heads(small: Reduced, values: Mapping[str, Any], tp: int, annotated: bool) -> int:
     """Heads, groups of heads, and channels that fit; the new size of a head."""
     heads, hidden = _first(values, _HEADS), _first(values, _HIDDEN)
     if heads is None or hidden is None:
@@ -159,11 +171,14 @@ def _heads(small: Reduced, values: Mapping[str, Any]) -> int:
             fix="give a function that builds a small model: file.py:function",
         )
     groups = _first(values, _GROUPS) or heads
-    if groups == heads:
-        few, few_groups = min(heads, 3), min(heads, 3)
-    else:
-        few_groups = min(groups, 2)
-        few = few_groups * min(heads // groups, 8 if few_groups > 1 else 3)
+    if heads % tp and not annotated:
+        legal = ", ".join(str(ranks) for ranks in range(1, heads + 1) if heads % ranks == 0)
+        raise UnsupportedCombination(
+            f"tp={tp} does not divide the {heads} heads of a {values.get('model_type')}",
+            why="every rank takes the same number of whole heads",
+            fix=f"set tp to one of {legal}; other ranks can go to dp with zero",
+        )
+    few, few_groups = few_heads(heads, groups, 1 if heads % tp else tp)
     head_size = _first(values, _HEAD_SIZE)
     size, channels = _sizes(values, heads, hidden, head_size, few)
     for key in _HEADS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from meshwright.measure.equality import Run, Step, float32_upcasts_stay_float64,
 from meshwright.measure.verify.asked import job_of
 from meshwright.measure.verify.subject import Subject, find_subject
 from meshwright.runtime import Engine, ModelLoss
+from meshwright.runtime.tp import plan_sharding
 from meshwright.runtime.units import find_blocks
 from meshwright.spec import Job, Strategy
 from meshwright.spec.verified import Copy
@@ -50,14 +52,25 @@ class Prepared:
     depth: int
     sequence: int
     place: Path
+    sharding: Mapping[str, str]
 
     @property
     def job(self) -> Job:
         return job_of(self.strategy, self.sequence)
 
+    def build(self) -> Subject:
+        """The model with values that its builder draws."""
+        return find_subject(
+            self.asked,
+            depth=self.depth,
+            sequence=self.sequence,
+            tp=self.strategy.tp,
+            annotated=bool(self.sharding),
+        )
+
     def subject(self) -> tuple[Subject, list[Any]]:
         """The model with its values, and the batches of all steps."""
-        made = find_subject(self.asked, depth=self.depth, sequence=self.sequence)
+        made = self.build()
         kept: Mapping[str, Any] = torch.load(self.place, weights_only=False)
         made.model.load_state_dict(kept["values"])
         return made, kept["batches"]
@@ -71,7 +84,7 @@ def prepare(prepared: Prepared, known: Iterable[str], loaded: Callable[[], Itera
         known: modules of Python that were loaded before.
         loaded: those that are loaded now.
     """
-    made = find_subject(prepared.asked, depth=prepared.depth, sequence=prepared.sequence)
+    made = prepared.build()
     batches = [made.batch(prepared.job.global_batch, seed) for seed in range(STEPS)]
     torch.save({"values": made.model.state_dict(), "batches": batches}, prepared.place)
     model, blocks = made.model, find_blocks(made.model)
@@ -87,12 +100,26 @@ def prepare(prepared: Prepared, known: Iterable[str], loaded: Callable[[], Itera
         changes=made.changes,
         notes=made.notes,
         labels=made.labels,
+        divided=_divided(model, prepared),
     )
     return Facts(
         copy=copy,
         modules={name: (*_module_of(name, model, blocks), value.numel()) for name, value in parameters.items()},
         imported=tuple(sorted(name for name in fresh if name.startswith(("transformers.", "torch.")))),
     )
+
+
+def _divided(model: nn.Module, prepared: Prepared) -> tuple[str, ...]:
+    """What tensor parallelism divides, a line for each style: name patterns in the order of the modules."""
+    if prepared.strategy.tp == 1:
+        return ()
+    found: dict[str, dict[str, None]] = {}
+    for name, entry in plan_sharding(model, prepared.sharding).items():
+        whole = entry.style == "sequence" and not prepared.strategy.sequence_parallel
+        if not whole and not entry.style.startswith("replicate"):
+            pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+            found.setdefault(f"{entry.style} ({entry.source})", {})[pattern] = None
+    return tuple(f"{style}: {', '.join(names)}" for style, names in found.items())
 
 
 def _module_of(name: str, model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> tuple[str, str]:
@@ -107,7 +134,7 @@ def _module_of(name: str, model: nn.Module, blocks: Iterable[tuple[str, nn.Modul
 def run_by_strategy(prepared: Prepared, names: Mapping[str, Path]) -> None:
     """This rank's run with each optimizer, written to a file for each."""
     for optimizer, place in names.items():
-        torch.save(_by_engine(prepared, prepared.strategy, optimizer), place)
+        torch.save(_by_engine(prepared, prepared.strategy, optimizer, prepared.sharding), place)
 
 
 def run_in_one_process(prepared: Prepared, engine: Mapping[str, Path], plain: Mapping[str, Path]) -> None:
@@ -118,7 +145,9 @@ def run_in_one_process(prepared: Prepared, engine: Mapping[str, Path], plain: Ma
         torch.save(_plain(prepared, optimizer), plain[optimizer])
 
 
-def _by_engine(prepared: Prepared, strategy: Strategy, optimizer: str) -> Run:
+def _by_engine(
+    prepared: Prepared, strategy: Strategy, optimizer: str, sharding: Mapping[str, str] | None = None
+) -> Run:
     subject, batches = prepared.subject()
     engine = Engine(
         subject.model,
@@ -127,6 +156,7 @@ def _by_engine(prepared: Prepared, strategy: Strategy, optimizer: str) -> Run:
         prepared.job,
         strategy,
         device="cpu",
+        sharding=sharding,
         measure_memory="never",
     )
     return record(engine, batches, float64=True)

@@ -61,15 +61,21 @@ def load_code(asked: Mapping[str, Any]) -> None:
         find_class(config, asked["table"].get("architectures"), asked["name"])
 
 
-def find_subject(asked: Mapping[str, Any], *, depth: int, sequence: int) -> Subject:
+def find_subject(
+    asked: Mapping[str, Any], *, depth: int, sequence: int, tp: int = 1, annotated: bool = False
+) -> Subject:
     """The subject that `ask_model` described; `depth` blocks at least, where it can be chosen.
 
     Raises:
         ConfigError: it cannot be built, is too large, or has no loss that is understood.
+        UnsupportedCombination: `tp` does not divide its heads.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        made = _of_config(asked, depth, sequence) if asked["kind"] == "config" else _of_code(asked, sequence)
+        if asked["kind"] == "config":
+            made = _of_config(asked, depth=depth, sequence=sequence, tp=tp, annotated=annotated)
+        else:
+            made = _of_code(asked, sequence)
     _require_small(made.model, made.name, asked["kind"])
     _require_rows_apart(made.model, made.name)
     quiet = _without_dropout(made.model.to(torch.float64).train())
@@ -87,10 +93,10 @@ def _require_rows_apart(model: nn.Module, name: str) -> None:
         )
 
 
-def _of_config(asked: Mapping[str, Any], depth: int, sequence: int) -> Subject:
+def _of_config(asked: Mapping[str, Any], *, sequence: int, **sizes: Any) -> Subject:
     name, table = asked["name"], asked["table"]
     require_transformers(name)
-    config, reduced = small_config(table, name=name, depth=depth, sequence=sequence)
+    config, reduced = small_config(table, name=name, sequence=sequence, **sizes)
     kind = find_class(config, table.get("architectures"), name)
     try:
         with torch.device("meta"):

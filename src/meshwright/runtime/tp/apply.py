@@ -32,7 +32,7 @@ from meshwright.runtime.units import Blocks, owners
 from meshwright.runtime.vocabulary import Columns, VocabularyLogits
 from meshwright.runtime.zero import Zero
 
-__all__ = ["TensorParallel"]
+__all__ = ["TensorParallel", "require_one_stream"]
 
 
 class TensorParallel:
@@ -65,7 +65,7 @@ class TensorParallel:
             raise TypeError("there is nothing to divide over")  # an internal error: build() asks before
         styles = plan_sharding(model, annotations)
         if sequence_parallel:
-            _require_one_stream(model, blocks, [entry.style for entry in styles.values()])
+            require_one_stream(model, blocks, [entry.style for entry in styles.values()])
         names = [name for name, _ in blocks] if sequence_parallel else []
         self.sharding = divide(model, styles, mesh.tp, blocks=names)
         self.wire = Wire(mesh.tp_group, traffic, sequence_parallel=sequence_parallel)
@@ -163,7 +163,7 @@ def _tell_outputs(module: Any, outputs: int) -> None:
             setattr(module, name, outputs)
 
 
-def _require_one_stream(model: nn.Module, blocks: Blocks, styles: Sequence[str]) -> None:
+def require_one_stream(model: nn.Module, blocks: Blocks, styles: Sequence[str]) -> None:
     """Refuse what computes over the tokens of a sequence between its divided matrices."""
     config = getattr(model, "config", None)
     why = ""

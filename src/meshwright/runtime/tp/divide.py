@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +19,13 @@ __all__ = ["Region", "Sharding", "divide"]
 
 _COLUMNS = ("colwise", "gather-output")
 _ROWS = ("rowwise", "split-input")
+_WHOLE = ("replicate", "replicate-sum", "sequence")
 #: Names of fused weights, by how their parts lie.
 _QUERIES_KEYS_VALUES = ("qkv_proj", "c_attn", "qkv", "Wqkv", "wqkv", "in_proj")
 _HEAD_AFTER_HEAD = ("query_key_value",)
 _GATE_AND_UP = ("gate_up_proj", "gate_up", "w13", "fc1_gate_up")
+#: Arguments of attention that hold ALiBi's slopes, or learned biases, of all heads.
+_BIASES_OF_HEADS = ("alibi", "position_bias", "relative_position_bias", "rel_pos_bias")
 Parts = list[list[Segment]]
 
 
@@ -84,11 +88,10 @@ def divide(model: nn.Module, styles: Mapping[str, Assigned], ranks: int, *, bloc
     for name, entry in styles.items():
         for parameter, cut in _cuts_of(sharding, name, modules[name], entry.style, heads, ranks):
             if cuts.setdefault(id(parameter), cut) != cut:
-                raise UnsupportedCombination(
-                    f"{name} shares a weight that another module divides otherwise",
-                    why="a tied weight is divided once",
-                    fix="annotate the modules that share it alike",
-                )
+                raise _tied(name)
+    for name, entry in styles.items():  # a module that is to be whole, but shares a weight that is not
+        if entry.style in _WHOLE and any(id(own) in cuts for own in modules[name].parameters(recurse=False)):
+            raise _tied(name)
     _norms_of_heads(sharding, modules, cuts, ranks)
     shares = _shares(sharding, modules, blocks)
     for name, places in owners(model).items():
@@ -96,6 +99,14 @@ def divide(model: nn.Module, styles: Mapping[str, Assigned], ranks: int, *, bloc
         whole = Cut.whole(tuple(parameter.shape), ranks, partial=id(parameter) in shares)
         sharding.cuts[name] = cuts.get(id(parameter), whole)
     return sharding
+
+
+def _tied(name: str) -> UnsupportedCombination:
+    return UnsupportedCombination(
+        f"{name} shares a weight that another module divides otherwise",
+        why="a tied weight is divided once",
+        fix="annotate the modules that share it alike",
+    )
 
 
 def _shares(sharding: Sharding, modules: Mapping[str, nn.Module], blocks: Sequence[str]) -> set[int]:
@@ -111,7 +122,7 @@ def _shares(sharding: Sharding, modules: Mapping[str, nn.Module], blocks: Sequen
         of_tokens = bool(blocks) and (
             entry.style == "sequence" or (name.startswith(tuple(inside)) and not name.startswith(tuple(gathering)))
         )
-        if entry.style in ("replicate", "replicate-sum", "sequence") and (of_heads or of_tokens):
+        if entry.style in _WHOLE and (of_heads or of_tokens):
             found.update(id(parameter) for parameter in modules[name].parameters(recurse=False))
         elif entry.style in _ROWS and blocks and name.startswith(tuple(inside)):  # a bias of its tokens
             found.update(id(bias) for bias in [getattr(modules[name], "bias", None)] if bias is not None)
@@ -139,9 +150,21 @@ def _find_regions(sharding: Sharding, modules: Mapping[str, nn.Module], ranks: i
         outputs = {name.rpartition(".")[2]: _sizes(name, modules[name])[0] for name in columns}
         heads = None if gathers else find_heads(modules[parent], outputs, ranks)
         if heads is not None:
+            _require_own_heads(parent, modules[parent])
             fused = any(leaf in _QUERIES_KEYS_VALUES for leaf in outputs) and heads.groups != heads.queries
             heads.require_divisible(parent, separate=not fused)
         sharding.regions.append(Region(parent, tuple(columns), gathers, heads))
+
+
+def _require_own_heads(name: str, attention: nn.Module) -> None:
+    """Refuse attention that is handed an entry for each head of the whole model."""
+    taken = next((one for one in inspect.signature(attention.forward).parameters if one in _BIASES_OF_HEADS), None)
+    if taken is not None:
+        raise UnsupportedCombination(
+            f"tensor parallelism of {name}",
+            why=f"it is handed {taken}, which has an entry for each of all heads, and a rank has some of them",
+            fix='annotate its projections as "replicate" and divide the MLPs alone, or set tp=1 and shard with zero=3',
+        )
 
 
 def _require_sum(parent: str, columns: list[str], rows: list[str]) -> None:
@@ -158,10 +181,16 @@ def _require_sum(parent: str, columns: list[str], rows: list[str]) -> None:
 def _cuts_of(
     sharding: Sharding, name: str, module: nn.Module, style: str, heads: Mapping[str, Heads | None], ranks: int
 ) -> list[tuple[nn.Parameter, Cut]]:
-    if style in ("replicate", "replicate-sum", "sequence"):
+    if style in _WHOLE:
         return []
     if style == "experts":
         return _experts(name, module, ranks)
+    if style == "vocab" and not isinstance(module, (nn.Embedding, nn.Linear)):
+        raise _unknown(
+            name, f"a {type(module).__name__} has no vocabulary: nn.Embedding or nn.Linear are divided along it"
+        )
+    if style in _ROWS:
+        _sizes(name, module)
     weight: nn.Parameter = module.weight  # type: ignore[assignment]  # all kinds that are divided have one
     bias: nn.Parameter | None = getattr(module, "bias", None)
     if style == "vocab":

@@ -7,14 +7,17 @@ of families that publish none; embedding and head over the vocabulary; all else 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from torch import nn
 
 from meshwright.errors import ConfigError, UnsupportedCombination
+from meshwright.runtime.units import find_blocks
 
 __all__ = ["Assigned", "Style", "embedding_of", "head_of", "plan_sharding"]
 
@@ -65,6 +68,7 @@ _FUSED = {"qkv_proj": "o_proj", "gate_up_proj": "down_proj"}
 #: of the whole sequence.)
 _FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
 _NAMED = 5
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,20 @@ def plan_sharding(model: nn.Module, annotations: Mapping[str, str]) -> dict[str,
         raise UnsupportedCombination(
             f"tensor parallelism of a {type(model).__name__}",
             why="it publishes no plan (base_model_tp_plan), none is known of it, and no annotation divides a module",
-            fix='name what is divided, Engine(..., sharding={"layers.*.mlp.up": "colwise", "layers.*.mlp.down": '
-            '"rowwise"}), or set tp=1 and shard with zero=3',
+            fix=f"name what is divided, Engine(..., sharding={_example(model)}), or set tp=1 and shard with zero=3",
         )
     _complete_norm(model, modules, chosen)
     return chosen
+
+
+def _example(model: nn.Module) -> str:
+    """An annotation as a user would write it: of the two matrices of an MLP in the model's blocks, where they show."""
+    for prefix, block in find_blocks(model):
+        linear = [(f"{prefix}.{name}", module) for name, module in block.named_modules() if type(module) is nn.Linear]
+        for (up, one), (down, other) in pairwise(linear):
+            if one.in_features == other.out_features and one.out_features == other.in_features > one.in_features:
+                return json.dumps({_NUMBER.sub("*", up): "colwise", _NUMBER.sub("*", down): "rowwise"})
+    return '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}'
 
 
 def embedding_of(model: nn.Module) -> nn.Module | None:
@@ -172,7 +185,8 @@ def _annotated(modules: Mapping[str, nn.Module], annotations: Mapping[str, str])
             )
         names = _matching(pattern, modules)
         if not names:
-            near = difflib.get_close_matches(pattern.replace("*", "0"), list(modules), n=_NAMED, cutoff=0.4)
+            known = list(dict.fromkeys(_NUMBER.sub("*", name) for name in modules))
+            near = difflib.get_close_matches(_NUMBER.sub("*", pattern), known, n=_NAMED, cutoff=0.4)
             raise ConfigError(
                 f"sharding: no module is named {pattern}",
                 why="`*` stands for one part of a name" + (f"; there are {', '.join(near)}" if near else ""),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from msgspec import Struct
 
 from meshwright.errors import UnsupportedCombination
 from meshwright.spec.families.record import Value
@@ -13,8 +15,7 @@ from meshwright.spec.model import AttentionWork, Product
 __all__ = ["Heads", "attention", "fused_projection", "projections"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Heads:
+class Heads(Struct, frozen=True, kw_only=True):
     """Query heads, key/value heads (`groups`) and channels per head, of the whole model.
 
     `fused`: queries, keys and values come from one product.

@@ -5,7 +5,8 @@ Each follows the class of Hugging Face transformers 5.24 of the same model_type,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from meshwright.spec.families.attention import Heads, attention, fused_projection, projections
 from meshwright.spec.families.config import Keys
@@ -33,8 +34,7 @@ __all__ = [
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LlamaShape:
+class LlamaShape(Struct, frozen=True, kw_only=True):
     """Sizes and switches in which Llama's kin differ.
 
     `fused`: one product for queries, keys and values and one for gate and up, and rotated channels of a head are joined

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from meshwright.spec.families.record import Value
 from meshwright.spec.families.tape import Tape
@@ -11,8 +12,7 @@ from meshwright.spec.families.tape import Tape
 __all__ = ["Head", "gated_mlp", "mlp", "outputs"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Head:
+class Head(Struct, frozen=True, kw_only=True):
     """What stands on the last norm: a vocabulary's logits, `size` labels per token, or nothing.
 
     `bias` and `softcap` (capped logits) are those of the vocabulary's logits; `tied`: its matrix is the embedding's.

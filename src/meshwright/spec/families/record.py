@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import Struct, structs
 
 from meshwright.errors import UnsupportedCombination
 from meshwright.spec.layout import Layout
@@ -33,8 +35,7 @@ class Storage:
         self.bytes = size
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Value:
+class Value(Struct, frozen=True, eq=False):
     """A tensor as rows x width elements of `itemsize` bytes. `grad`: whether a gradient flows back through it.
 
     `sliced`: it is a part of its memory whose gradient is a tensor of its own (`Record.slices`).
@@ -67,8 +68,7 @@ class Value:
         return Value(self.storage, rows, width, self.itemsize, self.grad, self.sliced)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Parameter:
+class Parameter(Struct, frozen=True, eq=False):
     """A parameter as this rank holds it, in the compute dtype.
 
     `slices`: over the tensor-parallel ranks there are so many different ones, and the gradient of each is the sum over
@@ -95,8 +95,7 @@ class Backward(NamedTuple):
 _NOTHING = Backward(0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(Struct, frozen=True):
     """One operation, `kernels` of them where it stands for several; 0: communication, which moves nothing here.
 
     `product`: its outputs (`writes`) are kept by selective recompute. `work`: it is a matrix product or attention, of
@@ -296,7 +295,7 @@ class Record:
         parts = tuple(x.view(x.rows, width) for width in widths)
         if not self.eager or not x.grad:
             return parts
-        cut = tuple(replace(part, sliced=Storage(part.bytes)) for part in parts)
+        cut = tuple(structs.replace(part, sliced=Storage(part.bytes)) for part in parts)
         for part in cut:
             backward = Backward(x.bytes + 2 * part.bytes)
             self.operations.append(Operation("slice", 0, reads=(x,), writes=(part,), kernels=0, backward=backward))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+
+from msgspec import Struct
 
 from meshwright.spec.families.record import Operation, Storage, Value
 
 __all__ = ["Traffic"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
+class Traffic(Struct, frozen=True, kw_only=True):
     """Bytes read and written by a block's operations other than matrix products and attention, and operations started.
 
     A product is one operation forward and two backward, attention one and one; communication is none.
