@@ -47,11 +47,11 @@ TENSOR_STRATEGIES = ["dp=2 zero=1 tp=2", "dp=2 zero=3 tp=2", "dp=2 zero=3 tp=2 s
 TENSOR_FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "starcoder2", "olmo2"),
     *("granite", "cohere", "phi", "gpt2", "opt", "mixtral", "qwen3_moe", "glm", "smollm3", "cohere2", "helium"),
-    *("nemotron", "olmo", "seed_oss", "exaone4", "ernie4_5"),
+    *("nemotron", "olmo", "seed_oss", "exaone4", "ernie4_5", "gptj"),
 )
-WITHOUT_PLAN = ("bloom", "mpt", "falcon", "gptj", "t5", "bart", "bert", "roberta", "vit", "whisper", "deepseek_v3")
+WITHOUT_PLAN = ("bloom", "mpt", "falcon", "t5", "bart", "bert", "roberta", "vit", "whisper", "deepseek_v3")
 #: Keys besides the family, where tp=2 does not divide the heads of the default config.
-KEYS: dict[str, dict[str, Any]] = {"falcon": {"num_attention_heads": 64}}
+KEYS: dict[str, dict[str, Any]] = {"falcon": {"hidden_size": 4096, "num_attention_heads": 64}}
 #: What is refused, and by whom.
 REFUSED = ("clip", "wav2vec2", "mamba", "a_model_of_ours")
 

@@ -67,7 +67,7 @@ class StageMoments:
         #: The largest moment of an action, once it is known.
         self.largest: dict[tuple[object, ...], Moment] = {}
         self._while: dict[Progress, Moment] = {}
-        self._strategy, self._recomputed = strategy, recomputed
+        self._strategy, self.recomputed = strategy, recomputed
         self._s, self._c = DTYPE_BYTES[job.param_dtype], DTYPE_BYTES[job.compute_dtype]
         self._r = DTYPE_BYTES[job.reduce_dtype]
         #: Bytes of a gradient's copy: whole ones are summed as they are stored, and sent narrower unit by unit.
@@ -265,7 +265,7 @@ class StageMoments:
         return 1 + layer // self._step
 
     def _policy(self, layer: int) -> str:
-        return self._strategy.recompute if layer < self._recomputed else "none"
+        return self._strategy.recompute if layer < self.recomputed else "none"
 
     def _copies(self) -> int:
         """Compute copies of whole parameters, where the stored are wider or rest elsewhere."""

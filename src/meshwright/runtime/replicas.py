@@ -102,6 +102,7 @@ class Replicas(Zero):
 
     def before_backward(self, *, reduce: bool, release: bool, last: bool) -> None:
         self._reducing = reduce
+        self._begun.clear()
         self.used.begin_backward()
         for bucket in self._buckets:
             bucket.ready = 0
@@ -153,7 +154,7 @@ class Replicas(Zero):
                 whole.add_(parameter.grad)
             parameter.grad = None
         last = bucket.arrived()
-        if bucket.ready == 1 or last:
+        if self._begins(self.units[-1 - index], name) or bucket.ready == 1 or last:
             self._note()
         if last and self._reducing and self.mesh.dp > 1:
             self._launch_ready()
