@@ -427,6 +427,18 @@ def test_a_fused_weight_without_heads_is_refused() -> None:
         divided(blocks_of(Bare(), Bare()), 2, **{"*__qkv": "colwise", "*__o": "rowwise"})
 
 
+def test_entries_for_key_value_heads_and_weights_in_shards_of_their_own_are_refused() -> None:
+    class Decaying(Attending):
+        def __init__(self) -> None:
+            super().__init__(groups=3)
+            self.decay = nn.Parameter(torch.ones(3))
+
+    with pytest.raises(UnsupportedCombination, match="an entry for each of 3 key/value heads"):
+        divided(blocks_of(Decaying(), Decaying()), 3, **ATTENTION)
+    with pytest.raises(UnsupportedCombination, match="shard by shard"):
+        divided(of_config("codegen"), 2)
+
+
 def test_gate_and_up_in_one_weight_are_divided_side_by_side() -> None:
     model = of_config("phi3", intermediate_size=23)
     cuts = divided(model, 2).cuts

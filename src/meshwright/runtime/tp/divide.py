@@ -159,6 +159,10 @@ def _find_regions(sharding: Sharding, modules: Mapping[str, nn.Module], ranks: i
                 fix="annotate them alike",
             )
         gathers = kinds == {"gather-output"}
+        if not gathers and hasattr(modules[parent], "mp_num"):  # CodeGen's, interleaved over shards of its own
+            raise _unknown(
+                columns[0], "queries, values and keys lie in it shard by shard, for a number of shards of its own"
+            )
         outputs = {name.rpartition(".")[2]: _sizes(name, modules[name])[0] for name in columns}
         heads = None if gathers else find_heads(modules[parent], outputs, ranks)
         if heads is not None:
@@ -324,6 +328,12 @@ def _norms_of_heads(sharding: Sharding, modules: Mapping[str, nn.Module], cuts: 
             if entry is not None and not entry.style.startswith("replicate"):
                 continue
             for what, value in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                if (
+                    heads.groups > 1
+                    and value.shape == (heads.groups,)
+                    and heads.groups not in (heads.size, heads.queries)
+                ):
+                    raise _unknown(f"{full}.{what}", f"it has an entry for each of {heads.groups} key/value heads")
                 if heads.queries not in value.shape or heads.size == heads.queries or what == "inv_freq":
                     continue
                 of_keys = place.startswith("k_") and value.shape[0] == heads.groups
