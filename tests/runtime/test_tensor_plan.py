@@ -368,6 +368,29 @@ def test_a_module_is_told_its_rank_s_heads_and_nothing_else() -> None:
     assert (whole.num_attention_heads, whole.num_key_value_heads) == (6, 2)
 
 
+class Flat(nn.Module):
+    """Attention and an MLP in one module, with the norm before them."""
+
+    def __init__(self, inner: int, width: int = 12) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = 6, 2, 2
+        self.norm = nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = nn.Linear(12, 12), nn.Linear(12, 4), nn.Linear(12, 4), nn.Linear(12, 12)
+        self.up, self.down = nn.Linear(12, inner), nn.Linear(inner, 12)
+
+
+@pytest.mark.parametrize(("inner", "widths"), [(23, [12, 11]), (48, [24, 24])])
+def test_a_block_without_a_module_for_attention_is_divided_like_one_with(inner: int, widths: list[int]) -> None:
+    model = blocks_of(Flat(inner), Flat(inner))
+    sharding = divided(model, 2, **ATTENTION, **{"*__up": "colwise", "*__down": "rowwise"})
+    require_complete(model, sharding, 2)
+    assert sharding.widths["0.up"] == sharding.widths["0.down"] == widths
+    assert sharding.widths["1.q"] == sharding.widths["1.o"] == [6, 6]
+    assert not sharding.cuts["0.norm.weight"].partial, "it is as wide as what enters, and every rank computes it alike"
+    of_heads = blocks_of(Flat(inner, width=2), Flat(inner, width=2))
+    assert divided(of_heads, 2, **ATTENTION, **{"*__up": "colwise", "*__down": "rowwise"}).cuts["0.norm.weight"].partial
+
+
 # --- fused weights ----------------------------------------------------------------------------------------------------
 
 

@@ -15,17 +15,19 @@ from meshwright.runtime.tp.heads import Heads, find_heads
 from meshwright.runtime.tp.plan import Assigned
 from meshwright.runtime.units import owners
 
-__all__ = ["Region", "Sharding", "divide"]
+__all__ = ["APART", "HEAD_AFTER_HEAD", "Region", "Sharding", "divide"]
 
 _COLUMNS = ("colwise", "gather-output")
 _ROWS = ("rowwise", "split-input")
 _WHOLE = ("replicate", "replicate-sum", "sequence")
 #: Names of fused weights, by how their parts lie.
 _QUERIES_KEYS_VALUES = ("qkv_proj", "c_attn", "qkv", "Wqkv", "wqkv", "in_proj")
-_HEAD_AFTER_HEAD = ("query_key_value",)
+HEAD_AFTER_HEAD = ("query_key_value",)
 _GATE_AND_UP = ("gate_up_proj", "gate_up", "w13", "fc1_gate_up")
 #: Arguments of attention that hold ALiBi's slopes, or learned biases, of all heads.
 _BIASES_OF_HEADS = ("alibi", "position_bias", "relative_position_bias", "rel_pos_bias")
+#: Attention divides so many matrices at most; where more stand together, an MLP's are among them.
+APART = 3
 Parts = list[list[Segment]]
 
 
@@ -83,7 +85,7 @@ def divide(model: nn.Module, styles: Mapping[str, Assigned], ranks: int, *, bloc
     modules = dict(model.named_modules())
     sharding = Sharding(styles)
     _find_regions(sharding, modules, ranks)
-    heads = {name: region.heads for region in sharding.regions for name in region.columns}
+    heads = {name: _heads_of_column(region, name, modules) for region in sharding.regions for name in region.columns}
     cuts: dict[int, Cut] = {}
     for name, entry in styles.items():
         for parameter, cut in _cuts_of(sharding, name, modules[name], entry.style, heads, ranks):
@@ -113,12 +115,11 @@ def _shares(sharding: Sharding, modules: Mapping[str, nn.Module], blocks: Sequen
     """The replicated parameters whose gradients are shares of each rank: of its heads, or of its tokens."""
     found: set[int] = set()
     gathering = [f"{region.parent}." for region in sharding.regions if region.gathers]
-    attention = [f"{region.parent}." for region in sharding.regions if region.heads]
     inside = [f"{name}." for name in blocks]
     for name, entry in sharding.styles.items():
         of_heads = entry.style == "replicate-sum"
         if entry.style == "replicate" and entry.source != "annotation":
-            of_heads = name.startswith(tuple(attention)) and bool(attention)
+            of_heads = _stands_at_heads(sharding, modules, name)
         of_tokens = bool(blocks) and (
             entry.style == "sequence" or (name.startswith(tuple(inside)) and not name.startswith(tuple(gathering)))
         )
@@ -127,6 +128,17 @@ def _shares(sharding: Sharding, modules: Mapping[str, nn.Module], blocks: Sequen
         elif entry.style in _ROWS and blocks and name.startswith(tuple(inside)):  # a bias of its tokens
             found.update(id(bias) for bias in [getattr(modules[name], "bias", None)] if bias is not None)
     return found
+
+
+def _stands_at_heads(sharding: Sharding, modules: Mapping[str, nn.Module], name: str) -> bool:
+    """Whether a module of attention sees heads; a norm as wide as what enters it, in a block without a module of its
+    own for attention, does not."""
+    for region in sharding.regions:
+        if region.heads is not None and name.startswith(f"{region.parent}."):
+            entering = _sizes(region.columns[0], modules[region.columns[0]])[1]
+            shapes = {tuple(parameter.shape) for parameter in modules[name].parameters(recurse=False)}
+            return shapes != {(entering,)} or entering == region.heads.size
+    return False
 
 
 def _find_regions(sharding: Sharding, modules: Mapping[str, nn.Module], ranks: int) -> None:
@@ -217,6 +229,13 @@ def _cuts_of(
     return found
 
 
+def _heads_of_column(region: Region, name: str, modules: Mapping[str, nn.Module]) -> Heads | None:
+    """In a block without a module of its own for attention, an MLP's outputs are no heads."""
+    heads = region.heads
+    apart = len(region.columns) <= APART
+    return heads if heads is None or apart or _sizes(name, modules[name])[0] % heads.queries == 0 else None
+
+
 def _columns(name: str, outputs: int, heads: Heads | None, ranks: int) -> tuple[Parts, bool]:
     """The outputs that each rank takes, and whether they are copies whose gradients are shares."""
     leaf = name.rpartition(".")[2]
@@ -224,7 +243,7 @@ def _columns(name: str, outputs: int, heads: Heads | None, ranks: int) -> tuple[
         half = outputs // 2
         return _side_by_side(even_segments(half, ranks), even_segments(half, ranks, start=half)), False
     if heads is None:
-        if leaf in (*_QUERIES_KEYS_VALUES, *_HEAD_AFTER_HEAD):
+        if leaf in (*_QUERIES_KEYS_VALUES, *HEAD_AFTER_HEAD):
             raise _unknown(name, "its parts are those of attention heads, and the module shows no heads")
         return [[one] for one in even_segments(outputs, ranks)], False
     queries, groups, size = heads.queries * heads.size, heads.groups * heads.size, heads.size
@@ -237,7 +256,7 @@ def _columns(name: str, outputs: int, heads: Heads | None, ranks: int) -> tuple[
         return [[one] for one in segments], len(set(segments)) < ranks
     if outputs % heads.queries:
         raise _unknown(name, f"its {outputs} outputs are not those of {heads.queries} heads")
-    if outputs > 2 * queries and leaf not in _HEAD_AFTER_HEAD and heads.size * heads.queries * 3 == outputs:
+    if outputs > 2 * queries and leaf not in HEAD_AFTER_HEAD and heads.size * heads.queries * 3 == outputs:
         raise _unknown(name, "how queries, keys and values lie in it is not known by its name")
     return [[one] for one in even_segments(outputs, ranks, step=outputs // heads.queries)], False
 
