@@ -182,7 +182,8 @@ def states_bytes(job: Job, strategy: Strategy, load: Load) -> int:
         held += stored * job.optimizer.state_tensors * trained
         held += stored * share if offload.parameters == "device" else 0
     if not sharded:
-        held += stored * trained
+        buckets = strategy.dp * strategy.cp > 1  # without, gradients are there once a backward has made them
+        held += stored * trained if buckets or load.early else 0
     elif load.early and (zero < 2 or (strategy.reduce == "window" and strategy.pp > 1)):
         held += DTYPE_BYTES[job.reduce_dtype] * load.trained
         if zero > 1 and load.windows and offload.optimizer == "device":
