@@ -283,13 +283,11 @@ def test_D17_the_norm_counts_a_parameter_without_a_gradient_as_zero(zero: int) -
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        ({"tp": 2, "sequence_parallel": True}, "tensor parallelism"),  # D18: norms' gradients not summed over tp
-        ({"tp": 2}, "tensor parallelism"),  # B8: the loss multiplied by tp
         ({"cp": 2}, "context parallelism"),  # B8: the loss multiplied by cp
     ],
 )
-def test_D18_B8_layouts_without_a_runtime_are_refused_before_a_wrong_number(layout: dict[str, Any], says: str) -> None:
-    """Gradients of norms were not summed over tensor-parallel ranks, and losses grew by tp * cp, in silence."""
+def test_B8_layouts_without_a_runtime_are_refused_before_a_wrong_number(layout: dict[str, Any], says: str) -> None:
+    """Losses grew by the number of context-parallel ranks, in silence."""
     with pytest.raises(UnsupportedCombination, match=says):
         run_one_engine(Strategy(**layout))
 

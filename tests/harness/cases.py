@@ -47,7 +47,8 @@ class Case:
 
     `source`: the Engine gets a `builder`, or a `module` with real values. `dtype` is that of stored parameters,
     `compute` the compute dtype where it differs. `rate` is the learning rate, the optimizer's usual one by default;
-    `halving`: a scheduler halves it after each step. `microbatch` counts sequences of 53 tokens.
+    `halving`: a scheduler halves it after each step. `microbatch` counts sequences of 53 tokens;
+    `world` ranks, of which each `tp` in a row compute the same rows.
     """
 
     model: str = "decoder"
@@ -62,6 +63,8 @@ class Case:
     halving: bool = False
     clip: float = 0.0
     world: int = 2
+    tp: int = 1
+    sequence_parallel: bool = False
     zero: int = 0
     shard: int = 0
     accumulation: int = 1
@@ -79,9 +82,14 @@ class Case:
         return " ".join(shown) or "default"
 
     @property
+    def dp(self) -> int:
+        """Ranks with other rows."""
+        return self.world // self.tp
+
+    @property
     def microbatches(self) -> int:
         """Microbatches of the global batch, over all ranks."""
-        return self.world * self.accumulation
+        return self.dp * self.accumulation
 
     @property
     def reference(self) -> Case:
@@ -89,6 +97,8 @@ class Case:
         return replace(
             self,
             world=1,
+            tp=1,
+            sequence_parallel=False,
             zero=0,
             shard=0,
             accumulation=self.microbatches,
@@ -118,7 +128,9 @@ class Case:
     @property
     def strategy(self) -> Strategy:
         return Strategy(
-            dp=self.world,
+            dp=self.dp,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
             zero=self.zero,
             shard=self.shard,
             microbatch=self.microbatch,
@@ -194,7 +206,7 @@ def _share(batch: Any, case: Case) -> Any:
     if case.scope == "global" or case.world == 1:
         return batch
     rows = case.accumulation * case.microbatch
-    start = torch.distributed.get_rank() * rows
+    start = torch.distributed.get_rank() // case.tp * rows
     cut = slice(start, start + rows)
     return {k: v[cut] for k, v in batch.items()} if isinstance(batch, dict) else tuple(v[cut] for v in batch)
 

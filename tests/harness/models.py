@@ -20,7 +20,10 @@ IGNORED = -100
 #: Initial weights: far enough from zero that every gradient is felt, not so far that rounding grows with every layer.
 SPREAD = 0.1
 
-MODELS = ("decoder", "decoder-10", "llama", "gpt2", "gpt2-dropout", "mlp", "mlp-unused", "mlp-branches")
+MODELS = (
+    *("decoder", "decoder-10", "decoder-16", "llama", "gpt2", "gpt2-12", "gpt2-dropout"),
+    *("mlp", "mlp-unused", "mlp-branches"),
+)
 
 
 def builder(name: str, *, tied: bool) -> Callable[[], nn.Module]:
@@ -28,8 +31,10 @@ def builder(name: str, *, tied: bool) -> Callable[[], nn.Module]:
     makers: dict[str, Callable[[], nn.Module]] = {
         "decoder": lambda: Decoder(_decoder_config(12, heads=6, key_value_heads=2, tied=tied)),
         "decoder-10": lambda: Decoder(_decoder_config(10, heads=5, key_value_heads=1, tied=tied)),
+        "decoder-16": lambda: Decoder(_decoder_config(16, heads=8, key_value_heads=2, tied=tied)),
         "llama": lambda: _llama(tied),
         "gpt2": lambda: _gpt2(tied, dropout=0.0),
+        "gpt2-12": lambda: _gpt2(tied, dropout=0.0, heads=12),
         "gpt2-dropout": lambda: _gpt2(tied, dropout=0.2),
         "mlp": lambda: MLP(tied=tied),
         "mlp-unused": lambda: MLPWithUnused(),
@@ -53,7 +58,7 @@ def make_batch(
         for index, part in enumerate(labels.view(microbatches, -1)):
             dropped = torch.randperm(part.numel(), generator=generator)[VALID_TOKENS[index % 4] :]
             part[dropped] = IGNORED
-    if name in ("llama", "gpt2", "gpt2-dropout"):
+    if name == "llama" or name.startswith("gpt2"):
         return {"input_ids": ids, "labels": labels}
     if name.startswith("mlp"):
         inputs = torch.randn(*shape, MLP.INPUTS, generator=generator, dtype=torch.float64)
@@ -66,7 +71,7 @@ def make_batch(
 
 def loss_of(name: str) -> Callable[[Any, Any], tuple[Tensor, Tensor]]:
     """The summed cross entropy over the labels that count, and their number."""
-    return _hugging_face_loss if name in ("llama", "gpt2", "gpt2-dropout") else _loss
+    return _hugging_face_loss if name == "llama" or name.startswith("gpt2") else _loss
 
 
 def _loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +118,7 @@ def _llama(tied: bool) -> nn.Module:
     return model
 
 
-def _gpt2(tied: bool, dropout: float) -> nn.Module:
+def _gpt2(tied: bool, dropout: float, heads: int = 3) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model: nn.Module = GPT2LMHeadModel(
@@ -122,7 +127,7 @@ def _gpt2(tied: bool, dropout: float) -> nn.Module:
             n_positions=64,
             n_embd=12,
             n_layer=5,
-            n_head=3,
+            n_head=heads,
             n_inner=23,
             resid_pdrop=dropout,
             embd_pdrop=dropout,

@@ -14,10 +14,18 @@ from typing import Any
 
 import pytest
 
-from tests.equivalence import test_dropout, test_own_data, test_strategies, test_structures, test_user_reports
+from tests.equivalence import (
+    test_dropout,
+    test_own_data,
+    test_strategies,
+    test_structures,
+    test_tensor_parallel,
+    test_user_reports,
+)
 from tests.equivalence.lattice import short_list
 from tests.harness.cases import Case
 from tests.harness.ranks import RankError, prepared
+from tests.mutation import tensor_faults  # noqa: F401  # they enter themselves
 from tests.mutation.faults import FAULTS
 from tests.runtime import test_loss_scale, test_uneven
 
@@ -72,6 +80,12 @@ PADDED = test_own_data.test_ranks_may_pad_to_their_own_longest
 TIED = test_user_reports.test_a_tied_weight_has_one_gradient
 PAIRS = test_strategies.test_pairs_of_options
 MASKS = test_dropout.test_masks_do_not_depend_on_the_layout
+DIVIDED = test_tensor_parallel.test_pairs_of_options
+HEADS = Case(world=2, tp=2, clip=0.1)
+SEQUENCES = Case(world=2, tp=2, sequence_parallel=True)
+COPIED_HEADS = Case(world=4, tp=4, model="decoder-16")
+PICKED_HEADS = Case(world=3, tp=3)
+BIASES = Case(world=2, tp=2, model="gpt2-12")
 HYBRID = {"world": 4, "shard": 2, "dtype": "float64"}
 
 MUTATIONS = [
@@ -117,6 +131,15 @@ MUTATIONS = [
     caught("statistics_gradient_stays_local", NORMS, r"(blocks|head)\.\S+", world=3, zero=3, momentum=0.1),
     caught("attention_crosses_documents", PADDED, r"error of \S+\.weight", zero=0, dp=2),
     caught("weights_by_rank", D1, r"step 0 initial model\.\S+weight: error", zero=0),
+    caught("shares_not_summed", DIVIDED, r"gradient model\.\S*norm\.weight: error", case=SEQUENCES),
+    caught("shares_not_summed", DIVIDED, r"gradient \S+\.[kv]_proj\.weight: error", case=COPIED_HEADS),
+    caught("partial_results_not_summed", DIVIDED, case=HEADS),
+    caught("input_gradients_not_summed", DIVIDED, case=HEADS),
+    caught("replicated_counted_twice", DIVIDED, r"step 1 update \S+weight: error", case=HEADS),
+    caught("padding_not_masked", DIVIDED, case=HEADS),
+    caught("wrong_head_for_a_query", DIVIDED, case=PICKED_HEADS),
+    caught("bias_added_by_every_rank", DIVIDED, case=BIASES),
+    caught("tokens_in_other_order", DIVIDED, case=SEQUENCES),
 ]
 
 

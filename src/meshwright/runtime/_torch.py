@@ -34,6 +34,7 @@ __all__ = [
     "WeakIdKeyDictionary",
     "gathered_storages",
     "group_timeout",
+    "graph_node",
     "make_root",
     "mark_managed",
     "storage_key",
@@ -77,6 +78,12 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def wrapper_tensor(kind: type[T], shape: Sequence[int], strides: Sequence[int] | None, like: torch.Tensor) -> T:
     """A tensor of a subclass that shows a shape without holding memory for it (2.13: no public constructor)."""
     return torch.Tensor._make_wrapper_subclass(kind, shape, strides, dtype=like.dtype, device=like.device)
+
+
+def graph_node(tensor: torch.Tensor) -> Any:
+    """The `grad_fn` of a subclass as autograd knows it, past its `__torch_function__` (2.13: only from inside that)."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.grad_fn
 
 
 def group_timeout(device: torch.device) -> timedelta:

@@ -55,9 +55,8 @@ def rank_mesh(strategy: Strategy, device: torch.device) -> RankMesh:
     names = [name for name in strategy.mesh_order if name in sizes]
     ranks = torch.arange(strategy.dp * strategy.tp).reshape([sizes[name] for name in names])
     data = [name for name in names if name != "tp"]
-    place = dict(zip(names, (ranks == global_rank()).nonzero()[0].tolist(), strict=True))
+    place = strategy.place(global_rank())
     by_data = ranks.movedim(names.index("tp"), -1)  # the data dimensions in order, then tp
-    dp_rank = place[data[0]] * sizes[data[1]] + place[data[1]]
     tp_group = _groups(by_data.reshape(-1, strategy.tp), device) if strategy.tp > 1 else None
     dp_group = None
     if strategy.tp > 1 and strategy.dp > 1:
@@ -67,7 +66,7 @@ def rank_mesh(strategy: Strategy, device: torch.device) -> RankMesh:
         mine, by_data = mine.transpose(0, 1), by_data.transpose(0, 1)
     return RankMesh(
         dp=strategy.dp,
-        dp_rank=dp_rank,
+        dp_rank=strategy.data_rank(global_rank()),
         dp_group=dp_group,
         tp=strategy.tp,
         tp_rank=place["tp"],

@@ -116,6 +116,20 @@ class Strategy:
         """Shard groups that hold the same shards (hybrid sharding when above 1 and `shard` above 1)."""
         return self.dp // self.shard
 
+    def place(self, rank: int) -> dict[str, int]:
+        """A rank's coordinate along each mesh dimension."""
+        sizes = {"pp": self.pp, "dp_replicate": self.replicas, "dp_shard": self.shard, "cp": self.cp, "tp": self.tp}
+        found = {}
+        for name in reversed(self.mesh_order):
+            rank, found[name] = divmod(rank, sizes[name])
+        return found
+
+    def data_rank(self, rank: int) -> int:
+        """Which data-parallel rank a rank is: those with the same number compute the same rows."""
+        place = self.place(rank)
+        outer, inner = (name for name in self.mesh_order if name.startswith("dp_"))
+        return place[outer] * (self.shard if inner == "dp_shard" else self.replicas) + place[inner]
+
     def microbatches(self, global_batch: int) -> int:
         """Microbatches per optimizer step and data-parallel rank for a global batch of `global_batch` sequences.
 

@@ -275,20 +275,20 @@ def _read(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _rank_of(strategy: Strategy) -> int:
-    """This rank's number, from the process group or, before the engine has joined it, from the launcher.
+    """This data-parallel rank's number, from the process group or, before the engine has joined it, from the launcher.
 
     Raises:
         ConfigError: the strategy is for another number of ranks.
     """
     launched = not dist.is_initialized() and "RANK" in os.environ
     world = int(os.environ.get("WORLD_SIZE", 1)) if launched else world_size()
-    if world != strategy.dp:
+    if world != strategy.world_size:
         raise ConfigError(
-            f"the strategy has dp={strategy.dp} data-parallel ranks, but there are {world} ranks",
-            why="each rank takes its own rows of a global batch",
-            fix=f"launch with torchrun --nproc-per-node={strategy.dp}, set dp={world}, or say rank=",
+            f"the strategy {strategy} needs {strategy.world_size} ranks, but there are {world}",
+            why="each data-parallel rank takes its own rows of a global batch",
+            fix=f"launch with torchrun --nproc-per-node={strategy.world_size}, change dp or tp, or say rank=",
         )
-    return int(os.environ["RANK"]) if launched else global_rank()
+    return strategy.data_rank(int(os.environ["RANK"]) if launched else global_rank())
 
 
 def _require_rank(rank: int, strategy: Strategy) -> int:

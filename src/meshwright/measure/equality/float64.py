@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -36,6 +37,7 @@ _WITH_DTYPE: tuple[tuple[Any, str], ...] = (
 
 
 def _wider(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)  # tensor subclasses are told the function, and know it by its name
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.dtype == torch.float64:
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
@@ -49,10 +51,13 @@ def _wider(function: Callable[..., Any]) -> Callable[..., Any]:
 def float32_upcasts_stay_float64() -> Iterator[None]:
     """Inside, no float64 tensor becomes float32 by `.float()`, `.to(torch.float32)` or `dtype=torch.float32`."""
     narrow = Tensor.float
+
+    @wraps(narrow)
+    def keep(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype == torch.float64 else narrow(tensor)
+
     with ExitStack() as patches:
         for owner, name in _WITH_DTYPE:
             patches.enter_context(patch.object(owner, name, _wider(getattr(owner, name))))
-        patches.enter_context(
-            patch.object(Tensor, "float", lambda tensor: tensor if tensor.dtype == torch.float64 else narrow(tensor))
-        )
+        patches.enter_context(patch.object(Tensor, "float", keep))
         yield

@@ -29,8 +29,7 @@ from meshwright.runtime.tp.modules import (
 )
 from meshwright.runtime.tp.plan import plan_sharding
 from meshwright.runtime.units import Blocks, owners
-from meshwright.runtime.vocabulary import VocabularyLogits
-from meshwright.runtime.vocabulary_columns import Columns
+from meshwright.runtime.vocabulary import Columns, VocabularyLogits
 from meshwright.runtime.zero import Zero
 
 __all__ = ["TensorParallel"]

@@ -78,14 +78,15 @@ class Wire:
         dist.all_reduce(out, group=self.group)
         return out
 
-    def gathered(self, part: torch.Tensor) -> torch.Tensor:
-        """batch x tokens of a part x width to batch x tokens x width, without the padding."""
+    def gathered(self, part: torch.Tensor, length: int) -> torch.Tensor:
+        """batch x tokens of a part x width to batch x `length` tokens x width, without the padding."""
         part = part.contiguous()
         self.traffic.count("tp_all_gather")
         out = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
         dist.all_gather_single(out, part, group=self.group)
         ordered = out.view(self.size, *part.shape).transpose(0, 1)
-        return ordered.reshape(part.shape[0], -1, *part.shape[2:]).narrow(1, 0, self.length)
+        whole = ordered.reshape(part.shape[0], -1, *part.shape[2:])
+        return whole if whole.shape[1] == length else whole.narrow(1, 0, length).contiguous()
 
     def summed_part(self, whole: torch.Tensor) -> torch.Tensor:
         """Reduce-scatter along the tokens."""
@@ -148,7 +149,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, wire: Wire) -> torch.Tensor:
         ctx.wire = wire
-        return wire.gathered(x)
+        return wire.gathered(x, wire.length)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -163,25 +164,25 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.wire.gathered(gradient), None
+        return ctx.wire.gathered(gradient, ctx.length), None
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, wire: Wire) -> torch.Tensor:
-        ctx.wire = wire
+        ctx.wire, ctx.length = wire, x.shape[1]
         return wire.own_part(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.wire.gathered(gradient), None
+        return ctx.wire.gathered(gradient, ctx.length), None
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, wire: Wire) -> torch.Tensor:
         ctx.wire = wire
-        return wire.gathered(x)
+        return wire.gathered(x, wire.length)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

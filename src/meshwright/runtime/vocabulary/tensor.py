@@ -8,8 +8,8 @@ from typing import Any, NoReturn, Self, TypeVar
 import torch
 
 from meshwright.errors import ConfigError
-from meshwright.runtime._torch import storage_key, wrapper_tensor
-from meshwright.runtime.vocabulary_columns import Columns, applied, gather_columns, take_columns
+from meshwright.runtime._torch import graph_node, storage_key, wrapper_tensor
+from meshwright.runtime.vocabulary.columns import Columns, applied, gather_columns, take_columns
 
 __all__ = ["VocabularyTensor", "same_storage"]
 
@@ -30,6 +30,7 @@ class VocabularyTensor(torch.Tensor):
     _source: tuple[VocabularyTensor, View] | None
     _whole: torch.Tensor | None
     _whole_version: int
+    _node: Any
 
     @classmethod
     def of(cls, local: torch.Tensor, columns: Columns) -> Self:
@@ -55,7 +56,7 @@ class VocabularyTensor(torch.Tensor):
         shape = (*local.shape[:-1], columns.vocabulary) if shown is None else shown.shape
         made = wrapper_tensor(cls, shape, None if shown is None else shown.stride(), local)
         made._columns, made._local, made._source = columns, local, source
-        made._whole, made._whole_version = None, 0
+        made._whole, made._whole_version, made._node = None, 0, None
         made.attach()
         return made
 
@@ -67,6 +68,7 @@ class VocabularyTensor(torch.Tensor):
     @property
     def local(self) -> torch.Tensor:
         """This rank's columns [..., Vl], plain; its gradient is this rank's part of the whole gradient."""
+        self._follow()
         self._root()._settle()
         return self._local
 
@@ -77,6 +79,7 @@ class VocabularyTensor(torch.Tensor):
 
     def whole(self) -> torch.Tensor:
         """The whole logits [..., V], plain and differentiable: gathered once, by all ranks of the group together."""
+        self._follow()
         if self._source is not None:
             parent, view = self._source
             whole = parent.whole()
@@ -122,6 +125,15 @@ class VocabularyTensor(torch.Tensor):
         if self._local.requires_grad:
             with torch.enable_grad():
                 applied(_Shown, self, self._local, self._columns)
+        self._node = graph_node(self)
+
+    def _follow(self) -> None:
+        """Let gradients of the local tensor arrive at this one, where an autograd function has made it."""
+        node = graph_node(self)
+        if node is not self._node:
+            self._node, self._source, self._whole = node, None, None
+            with torch.enable_grad():
+                self._local = applied(_Behind, self, self._local)
 
     def set_requires_grad(self, value: bool) -> Self:
         """As `torch.Tensor.requires_grad_`."""
@@ -201,6 +213,19 @@ class _Shown(torch.autograd.Function):
             )
         own = gradient.local if isinstance(gradient, VocabularyTensor) else take_columns(gradient, ctx.columns)
         return None, own, None
+
+
+class _Behind(torch.autograd.Function):
+    """The local tensor behind a shown one that has its own place in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, shown: VocabularyTensor, local: torch.Tensor) -> torch.Tensor:
+        ctx.kind, ctx.columns = type(shown), shown.columns
+        return local.clone()  # the function's arguments may have the memory, and no change in place may reach them
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.kind.of(gradient, ctx.columns), None
 
 
 def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Logits that stay divided over the tensor-parallel ranks along the vocabulary, for any loss."""
+"""The tensor that a head returns: logits of which each rank holds some columns."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from meshwright.runtime.tensors import map_values
-from meshwright.runtime.vocabulary_answers import whole_of
-from meshwright.runtime.vocabulary_functions import FUNCTIONS
-from meshwright.runtime.vocabulary_shapes import SHAPES
-from meshwright.runtime.vocabulary_tensor import VocabularyTensor
+from meshwright.runtime.vocabulary.answers import whole_of
+from meshwright.runtime.vocabulary.functions import FUNCTIONS
+from meshwright.runtime.vocabulary.shapes import SHAPES
+from meshwright.runtime.vocabulary.tensor import VocabularyTensor
 
 __all__ = ["VocabularyLogits"]
 
@@ -17,9 +17,9 @@ __all__ = ["VocabularyLogits"]
 #: What the shown tensor knows itself.
 _SHOWN = frozenset((
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed",
-    "is_contiguous", "is_conj", "is_neg", "is_inference", "stride", "storage_offset", "get_device", "result_type",
-    "__len__", "__hash__", "__dir__", "shape.__get__", "dtype.__get__", "device.__get__", "layout.__get__",
-    "ndim.__get__", "itemsize.__get__", "nbytes.__get__", "_backward_hooks.__get__", "_backward_hooks.__set__",
+    "is_contiguous", "is_conj", "is_neg", "is_inference", "stride", "storage_offset", "get_device", "__len__",
+    "__hash__", "__dir__", "shape.__get__", "dtype.__get__", "device.__get__", "layout.__get__", "ndim.__get__",
+    "itemsize.__get__", "nbytes.__get__", "grad_fn.__get__", "_backward_hooks.__get__", "_backward_hooks.__set__",
     "_post_accumulate_grad_hooks.__get__",
 ))
 # fmt: on
@@ -43,12 +43,12 @@ class VocabularyLogits(VocabularyTensor):
         if not args and "input" in kwargs:
             args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
         name = _name(function)
-        if name not in _ANSWERS and (name in _SHOWN or (name.startswith("is_") and name.endswith(".__get__"))):
-            return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
         if name in _ANSWERS:
             answer = _ANSWERS[name](function, args, kwargs)
             if answer is not NotImplemented:
                 return answer
+        elif name in _SHOWN or (name.startswith("is_") and name.endswith(".__get__")):
+            return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
         if name.endswith(".__set__"):
             raise AttributeError(f"{name.removesuffix('.__set__')} of logits that are divided over ranks cannot be set")
         return function(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from meshwright.runtime.tensors import find_tensors
-from meshwright.runtime.vocabulary_tensor import VocabularyTensor
+from meshwright.runtime.vocabulary.tensor import VocabularyTensor
 
 __all__ = ["Answer", "Answers", "blank_of", "divided_in", "local_of", "whole_of"]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from meshwright.runtime import vocabulary_loss as losses
 from meshwright.runtime.tensors import map_values
-from meshwright.runtime.vocabulary_answers import Answers, blank_of, divided_in, local_of, whole_of
-from meshwright.runtime.vocabulary_columns import replicated, sum_over_ranks
-from meshwright.runtime.vocabulary_tensor import VocabularyTensor
+from meshwright.runtime.vocabulary import loss as losses
+from meshwright.runtime.vocabulary.answers import Answers, blank_of, divided_in, local_of, whole_of
+from meshwright.runtime.vocabulary.columns import replicated, sum_over_ranks
+from meshwright.runtime.vocabulary.tensor import VocabularyTensor
 
 __all__ = ["FUNCTIONS"]
 
@@ -31,11 +31,11 @@ _REFLECTED = ("rsub", "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruedi
 _IN_PLACE = (*(f"{name}_" for name in (*_UNARY, *_BINARY)), "__iadd__", "__isub__", "__imul__", "__idiv__", "__ipow__")
 _MEASURED = (
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like", "expand_as",
-    "is_same_size",
+    "is_same_size", "result_type",
 )
 _OF_LOCAL = (
     "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "retain_grad", "_is_view", "requires_grad.__get__",
-    "grad_fn.__get__", "is_leaf.__get__", "retains_grad.__get__", "_base.__get__", "_version.__get__",
+    "is_leaf.__get__", "retains_grad.__get__", "_base.__get__", "_version.__get__",
 )
 # fmt: on
 
@@ -50,9 +50,7 @@ def _pointwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return NotImplemented if operands is None else logits.root(function(*operands[0], **operands[1]))
 
 
-@FUNCTIONS.to(
-    *(f"{name}_" for name in (*_UNARY, *_BINARY)), *(f"__i{name}__" for name in ("add", "sub", "mul", "div", "pow"))
-)
+@FUNCTIONS.to(*_IN_PLACE)
 def _in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     logits = args[0]
     if logits.gathered:
@@ -96,9 +94,10 @@ def _total(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     logits = args[0]
     if len(args) > 1 or kwargs or not logits.is_floating_point():
         return NotImplemented
-    part = logits.local.sum(dtype=torch.promote_types(logits.dtype, torch.float32))
+    local = _under_autocast(logits, function)
+    part = local.sum(dtype=torch.promote_types(local.dtype, torch.float32))
     total = sum_over_ranks(part, logits.columns)
-    return (total / logits.numel() if function.__name__ == "mean" else total).to(logits.dtype)
+    return (total / logits.numel() if function.__name__ == "mean" else total).to(local.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------- along the rows
@@ -132,7 +131,8 @@ def _of_classes(
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
     if not classes or not plain or not input.is_floating_point():
         return NotImplemented
-    return loss(input.local, target, input.columns, ignore_index=ignore_index, reduction=reduction)
+    local = _under_autocast(input, lambda row: torch.nn.functional.cross_entropy(row, row.new_zeros(1).long()))
+    return loss(local, target, input.columns, ignore_index=ignore_index, reduction=reduction)
 
 
 @FUNCTIONS.to("log_softmax")
@@ -142,7 +142,8 @@ def _log_softmax(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     dtype = kwargs.get("dtype") or next((value for value in rest if isinstance(value, torch.dtype)), logits.dtype)
     if dim not in (-1, logits.dim() - 1) or not dtype.is_floating_point:
         return NotImplemented
-    return logits.root(losses.log_softmax(logits.local.to(dtype), logits.columns))
+    local = _under_autocast(logits.to(dtype), lambda row: row.log_softmax(-1))
+    return logits.root(losses.log_softmax(local, logits.columns))
 
 
 @FUNCTIONS.to("logsumexp")
@@ -229,6 +230,13 @@ def _autograd_grad(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         logits.root(gradient) if isinstance(logits, VocabularyTensor) and gradient is not None else gradient
         for logits, gradient in zip(inputs, found, strict=True)
     )
+
+
+def _under_autocast(logits: VocabularyTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The local tensor in the dtype in which a function of rows is computed."""
+    if not torch.is_autocast_enabled(logits.device.type):
+        return logits.local
+    return logits.local.to(function(logits.local.new_zeros(1, 1)).dtype)
 
 
 def _own(logits: VocabularyTensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from meshwright.runtime.tensors import find_tensors, map_values
-from meshwright.runtime.vocabulary_answers import Answers, blank_of, divided_in, local_of
-from meshwright.runtime.vocabulary_tensor import VocabularyTensor, same_storage
+from meshwright.runtime.vocabulary.answers import Answers, blank_of, divided_in, local_of
+from meshwright.runtime.vocabulary.tensor import VocabularyTensor, same_storage
 
 __all__ = ["SHAPES"]
 

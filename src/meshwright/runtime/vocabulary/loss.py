@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from meshwright.runtime.vocabulary_columns import Columns, applied
+from meshwright.runtime.vocabulary.columns import Columns, applied
 
 __all__ = ["cross_entropy", "log_softmax", "logsumexp", "nll_loss", "pick", "require_columns"]
 
@@ -101,7 +101,7 @@ def _reduced(
         raise ValueError(f"{reduction} is not a valid value for reduction")
     counted = target != ignore_index
     right = require_columns(target.where(counted, 0), columns) if columns.vocabulary else ~counted
-    rows = of_rows(local.reshape(-1, local.shape[-1]), target.reshape(-1), columns).reshape(target.shape)
+    rows = of_rows(local.reshape(target.numel(), local.shape[-1]), target.flatten(), columns).reshape(target.shape)
     # Not a multiplication: what does not count may be infinite.
     rows = rows.where(right, torch.nan).where(counted, 0.0)
     if reduction == "none":
