@@ -98,7 +98,7 @@ def require_complete(model: nn.Module, sharding: Sharding, ranks: int) -> None:
         assert cut.shape == shapes[name], name
         assert not wrong_with(cut, ranks), (name, cut)
     styles = {name: entry.style for name, entry in sharding.styles.items()}
-    assert any(style == "colwise" for style in styles.values())
+    assert {"colwise", "gather-output", "experts"} & set(styles.values())
     for name, style in styles.items():  # a matrix that is said to be divided is so, except copied keys and values
         cut = sharding.cuts.get(f"{name}.weight")
         if cut is not None and style in ("rowwise", "vocab"):
