@@ -496,3 +496,30 @@ def twice_under_reentrant_checkpoint(zero: int) -> str:
 @pytest.mark.parametrize("zero", [0, 1])
 def test_reentrant_checkpoints_around_a_repeated_block_are_refused(zero: int) -> None:
     assert all("use_reentrant=False" in text for text in run_ranks(2, twice_under_reentrant_checkpoint, zero))
+
+
+class ParentsInit(nn.Module):
+    """A layer whose weight only its parent's init function knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"gate": Bare()})
+        self.head = nn.Linear(3, 3)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, ParentsInit):
+            nn.init.ones_(self.inner["gate"].weight)
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 3))
+
+
+def test_a_weight_that_its_own_init_function_leaves_out_is_refused_instead_of_garbage() -> None:
+    with pytest.raises(ConfigError, match=r"inner\.gate\.weight has no initial value"):
+        make(model=ParentsInit)

@@ -104,6 +104,8 @@ def materialise(
             sharded = {name: _get(where[0]) for name, where in parameters.items()}
             for where in parameters.values():
                 _put_whole(where[0], whole_shapes, device)
+                if _get(where[0]).is_floating_point():
+                    _get(where[0]).fill_(torch.nan)  # what stays so has no initial value
             own = {where[0].name for where in parameters.values()}
             borrowed = {name: p for name, p in module.named_parameters(recurse=False) if name not in own}
             for name in borrowed:  # what has its values, here or in another module, keeps them
@@ -113,9 +115,20 @@ def materialise(
             for name, tied in borrowed.items():
                 setattr(module, name, tied)
             for name, where in parameters.items():
+                _require_values(name, module, _get(where[0]))
                 _place(where, _sliced(_get(where[0]), sharded[name], cuts.get(name), tp_rank))
     if given is not None:
         given.fill_buffers(model)
+
+
+def _require_values(name: str, module: nn.Module, parameter: nn.Parameter) -> None:
+    if parameter.isnan().any():
+        raise ConfigError(
+            f"parameter {name} has no initial value after the init function of its {type(module).__name__}",
+            why="a builder's model is initialised module by module, and another module's function may set this one",
+            fix="pass the built model instead of the function: Engine(build(), ...), or the files: Engine(build, ..., "
+            "weights=folder)",
+        )
 
 
 def _take_given(model: nn.Module, device: torch.device, given: Pretrained, cuts: Cuts, tp_rank: int) -> None:

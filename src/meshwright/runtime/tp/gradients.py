@@ -56,18 +56,20 @@ def compare_copies(gradients: Mapping[str, torch.Tensor], cuts: Cuts, wire: Wire
     device = next(iter(gradients.values())).device if gradients else torch.device("cpu")
     norms = norms.to(device)
     dist.all_reduce(norms, group=wire.group)
-    most, least = norms.amax(0).cpu(), norms.amin(0).cpu()
-    for name, high, low in zip(names, most.tolist(), least.tolist(), strict=True):
+    found = list(zip(names, norms.amax(0).tolist(), norms.amin(0).tolist(), strict=True))
+    for name, high, low in found:
         if not cuts[name].partial and high - low > _ALIKE * high:
             return ConfigError(
                 f"the gradient of {name} is another on each tensor-parallel rank (norms {low:.4g} to {high:.4g})",
                 why="it stands between divided matrices, and each rank's is the share of its own heads or channels",
                 fix=f'annotate its module: sharding={{"{name.rpartition(".")[0]}": "replicated_with_grad_allreduce"}}',
             )
-        if cuts[name].partial and high > 0 and high == low:
-            return ConfigError(
-                f"the gradient of {name} is the same on all tensor-parallel ranks (norm {high:.4g})",
-                why="it is taken for the sum of shares, of heads or of tokens, and would be counted once for each rank",
-                fix=f'annotate its module: sharding={{"{name.rpartition(".")[0]}": "replicate"}}',
-            )
+    shares = [(name, high, high == low) for name, high, low in found if cuts[name].partial and high > 0]
+    if len({same for _, _, same in shares}) == 2:  # where all are the same, all tokens are
+        name, high, _ = next(share for share in shares if share[2])
+        return ConfigError(
+            f"the gradient of {name} is the same on all tensor-parallel ranks (norm {high:.4g})",
+            why="it is taken for the sum of shares, of heads or of tokens, and would be counted once for each rank",
+            fix=f'annotate its module: sharding={{"{name.rpartition(".")[0]}": "replicate"}}',
+        )
     return None
