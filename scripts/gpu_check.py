@@ -27,12 +27,12 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 REHEARSE = "--rehearse"
 
 
-def engine(zero: int, compute: Any, *, scope: Any = "global", **job: Any) -> Any:
-    """A small decoder under a ZeRO stage."""
+def engine(zero: int, compute: Any, *, scope: Any = "global", tp: int = 1, sequences: bool = False, **job: Any) -> Any:
+    """A small decoder under a ZeRO stage, its matrices divided over `tp` ranks."""
     from meshwright import Engine, Job, Strategy
     from meshwright.models import Decoder, DecoderConfig, token_loss
 
-    world = dist.get_world_size()
+    world, dp = dist.get_world_size(), dist.get_world_size() // tp
     width = 32 if DEVICE == "cpu" else 256
     config = DecoderConfig(hidden_size=width, intermediate_size=3 * width, num_hidden_layers=4, num_attention_heads=8)
     return Engine(
@@ -40,7 +40,14 @@ def engine(zero: int, compute: Any, *, scope: Any = "global", **job: Any) -> Any
         token_loss,
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
         Job(global_batch=4 * world, sequence=128, compute_dtype=compute, clip_norm=1.0, **job),
-        Strategy(dp=world, zero=zero, microbatch=2, prefetch=1 if zero == 3 and world > 1 else 0),
+        Strategy(
+            dp=dp,
+            tp=tp,
+            sequence_parallel=sequences,
+            zero=zero,
+            microbatch=2,
+            prefetch=1 if zero == 3 and dp > 1 else 0,
+        ),
         batch_scope=scope,
         device=DEVICE,
     )
@@ -135,7 +142,28 @@ def batch_norms(folder: Path) -> None:
         close(f"zero={zero} loss with batch norms", made.step((pictures, labels)).loss, right, TOLERANCE["float32"])
 
 
-CHECKS: tuple[Callable[[Path], None], ...] = (stages, narrow_reduces, unequal_ranks, batch_norms)
+def tensor_parallel(folder: Path) -> None:
+    """Divided matrices give the numbers of whole ones, with ZeRO too; a checkpoint goes on undivided."""
+    world = dist.get_world_size()
+    for tp in sorted({n for n in (2, min(world, 8)) if world % n == 0 and n > 1}):
+        for compute in ("float32", "bfloat16"):
+            right = engine(0, compute).step(batches()[0])
+            for zero, sequences in ((0, False), (0, True), (1, True), (3, False)):
+                if zero and world == tp:
+                    continue
+                made = engine(zero, compute, tp=tp, sequences=sequences)
+                report = made.step(batches()[0])
+                what = f"{compute} tp={tp} zero={zero} sequence_parallel={sequences}"
+                close(f"{what} loss", report.loss, right.loss, TOLERANCE[compute])
+                close(f"{what} norm", report.grad_norm, right.grad_norm, TOLERANCE[compute])
+        made.save(folder / f"tp-{tp}")
+        other = engine(0, "bfloat16")
+        other.load(folder / f"tp-{tp}")
+        found, loaded = made.step(batches()[1]).loss, other.step(batches()[1]).loss
+        close("loss after loading on undivided ranks", loaded, found, TOLERANCE["bfloat16"])
+
+
+CHECKS: tuple[Callable[[Path], None], ...] = (stages, narrow_reduces, unequal_ranks, batch_norms, tensor_parallel)
 DEVICE = "cpu" if REHEARSE in sys.argv else "cuda"
 
 

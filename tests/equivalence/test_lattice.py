@@ -5,16 +5,16 @@ from itertools import combinations
 
 import pytest
 
-from tests.equivalence.lattice import FACTORS, allowed, as_case, layouts, short_list
+from tests.equivalence.lattice import SHORT, allowed, as_case, layouts, short_list
 from tests.harness.cases import Case
 from tests.harness.pairwise import Row, feasible_pairs, pairs_of, pairwise
 
 
 def test_the_short_list_has_every_pair() -> None:
-    rows = pairwise(FACTORS, allowed)
+    rows = pairwise(SHORT, allowed)
     assert [as_case(row) for row in rows] == list(short_list())
-    assert all(allowed(row) and set(row) == set(FACTORS) for row in rows)
-    assert set().union(*map(pairs_of, rows)) == feasible_pairs(FACTORS, allowed)
+    assert all(allowed(row) and set(row) == set(SHORT) for row in rows)
+    assert set().union(*map(pairs_of, rows)) == feasible_pairs(SHORT, allowed)
 
 
 def test_feasible_pairs_are_those_of_random_allowed_rows() -> None:
@@ -22,10 +22,10 @@ def test_feasible_pairs_are_those_of_random_allowed_rows() -> None:
     draw = random.Random(0)
     seen = set()
     for _ in range(20_000):
-        row = {name: draw.choice(levels) for name, levels in FACTORS.items()}
+        row = {name: draw.choice(levels) for name, levels in SHORT.items()}
         if allowed(row):
             seen |= pairs_of(row)
-    assert seen == feasible_pairs(FACTORS, allowed)
+    assert seen == feasible_pairs(SHORT, allowed)
 
 
 def test_every_allowed_layout_is_legal_and_every_other_is_not_asked_for() -> None:

@@ -27,13 +27,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "shard": (0, 2),
     "sequence_parallel": (True, False),
     "accumulation": (3, 1),
-    "recompute": ("none", "selective", "full", "first"),
+    "recompute": ("none", "selective", "full"),
     "clip": (0.1, 0.0),
     "tied": (True, False),
     "dtype": ("float64", "float32"),
     "optimizer": ("sgd", "adamw", "adamw-default-eps"),
-    "prefetch": (0, 1),
-    "unit_blocks": (1, 2),
     "source": ("builder", "module"),
     "scope": ("global", "local"),
 }
@@ -46,17 +44,13 @@ def allowed(row: Row) -> bool:
         return False
     if shard and (zero == 0 or (layout and layout[1] != 4)):
         return False
-    if zero and layout and layout[1] == 1:
-        return False
-    return not (row.get("prefetch") and zero is not None and zero != 3)
+    return not (zero and layout and layout[1] == 1)
 
 
 def as_case(row: Row) -> Case:
     """The case of a combination."""
     row = dict(row)
     tp, dp = row.pop("layout")
-    if row.get("recompute") == "first":
-        row |= {"recompute": "full", "recompute_blocks": 2}
     return Case(world=tp * dp, tp=tp, **row)
 
 

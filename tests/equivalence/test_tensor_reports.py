@@ -16,7 +16,7 @@ from meshwright.errors import UnsupportedCombination
 from meshwright.models import Decoder, DecoderConfig
 from meshwright.runtime import Engine
 from meshwright.spec import Job, Strategy
-from tests.harness.cases import Case, build_engine, check, make_optimizer, run_case, train
+from tests.harness.cases import Case, build_engine, check, make_optimizer, real_model, run_case, train
 from tests.harness.models import loss_of
 from tests.harness.ranks import RankError, run_one, run_ranks
 
@@ -53,6 +53,12 @@ def test_C8_microbatches_of_unequal_size_weigh_by_their_tokens() -> None:
     whole = run_one(shorter_batches, replace(case, world=1, tp=1, accumulation=4))
     for rank in run_ranks(4, shorter_batches, case):
         assert [*chain(*rank)] == pytest.approx([*chain(*whole)], rel=1e-12)
+
+
+def test_C10_widths_of_fewer_channels_than_ranks_are_refused() -> None:
+    for text in run_ranks(4, refused, Case(world=4, tp=4), {"num_attention_heads": 4, "intermediate_size": 3}):
+        assert "tp=4 over the 3 channels of model.layers.0.mlp" in text
+        assert "set tp to 3 or less" in text
 
 
 def refused(case: Case, sizes: dict[str, Any]) -> str:
@@ -116,7 +122,7 @@ def test_M2_ranks_may_hold_nothing() -> None:
         "hidden_size": 16,
         "num_attention_heads": 4,
         "num_key_value_heads": 1,
-        "intermediate_size": 3,
+        "intermediate_size": 5,
     }
     ranks = run_ranks(8, few_words, case, tokens)
     whole = run_one(few_words, case.reference, tokens)
@@ -355,3 +361,47 @@ def test_a_strategy_with_tp_is_executable() -> None:
     from meshwright.spec import is_executable
 
     assert is_executable(Strategy(tp=2, dp=2, zero=3, sequence_parallel=True), Job(global_batch=4, sequence=8))
+
+
+# --- between steps ---------------------------------------------------------------------------------------------------
+
+
+def generated(case: Case) -> tuple[list[list[int]], float, str]:
+    engine = build_engine(case)
+    engine.step(case.batch(0))
+    with engine.inference() as model:
+        ids = case.batch(1)["input_ids"][:2, :5]
+        words = model.generate(ids, max_new_tokens=4 + 2 * engine.data_rank, do_sample=False, use_cache=True)  # type: ignore[operator]
+        kind = type(model(ids).logits).__name__
+    loss = engine.evaluate([case.batch(1)])
+    engine.step(case.batch(1))
+    return words[:, :9].tolist(), loss, kind
+
+
+@pytest.mark.parametrize(("world", "zero"), [(4, 3), pytest.param(2, 0, marks=pytest.mark.slow)])
+def test_generation_and_evaluation_between_steps(world: int, zero: int) -> None:
+    """Groups generate texts of other lengths; logits are whole there, and the loss is that of one process."""
+    case = Case(world=world, tp=2, zero=zero, model="llama")
+    words, loss, _ = run_one(generated, case.reference)
+    for rank in run_ranks(world, generated, case):
+        assert rank[0] == words
+        assert rank[1] == pytest.approx(loss, rel=1e-10)
+        assert rank[2] == "Tensor"
+
+
+def with_adapters(case: Case) -> str:
+    import warnings
+
+    from peft import LoraConfig, get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # PEFT asks for what Transformers renamed
+        model = get_peft_model(real_model(case), LoraConfig(target_modules=["q_proj"]))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedCombination) as error:
+        Engine(model, loss_of("llama"), partial(make_optimizer, case), case.job, case.strategy)
+    return str(error.value)
+
+
+def test_adapters_are_refused() -> None:
+    for text in run_ranks(2, with_adapters, Case(world=2, tp=2, model="llama")):
+        assert "with adapters" in text

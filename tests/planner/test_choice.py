@@ -134,10 +134,10 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 
 def test_a_strategy_that_is_not_executable_is_marked() -> None:
-    made = plan(4, BIG, "tp=2", executable=False)
+    made = plan(4, BIG, "pp=2", executable=False)
     assert not made.executable
     assert plan(4, BIG).executable
-    assert plan(4, BIG).strategy.tp == 1
+    assert plan(4, BIG).strategy.pp == 1
 
 
 def test_planning_imports_no_torch() -> None:

@@ -238,7 +238,7 @@ WRONG_OPTIONS = [
     (["--top", "0"], "--top 0 ranks nothing"),
     (["--price-per-hour", "-1"], "--price-per-hour -1 is not a price"),
     (["--out", "config.json/plan.toml"], "cannot write config.json/plan.toml"),
-    (["--executable", "--pin", "tp=2"], "tensor parallelism (tp=2) is not executable yet"),
+    (["--executable", "--pin", "cp=2"], "context parallelism (cp=2) is not executable yet"),
 ]
 
 

@@ -68,7 +68,7 @@ def test_pins_that_cannot_be_right(pins: list[str], what: str) -> None:
 @pytest.mark.parametrize(
     ("pins", "what"),
     [
-        (["tp=2"], "tensor parallelism (tp=2)"),
+        (["tp=2", "pp=2"], "pipeline parallelism (pp=2)"),
         (["pp=2"], "pipeline parallelism (pp=2)"),
         (["pp=2", "schedule=gpipe"], "pipeline parallelism (pp=2)"),
         (["cp=2"], "context parallelism (cp=2)"),

@@ -6,6 +6,7 @@ from collections import Counter
 
 from meshwright.cost.memory import RankMemory, StepMemory
 from meshwright.cost.play import unit_counts
+from meshwright.cost.states import summed_elements
 from meshwright.schedule import stage_ranks
 from meshwright.spec import DTYPE_BYTES, Job, ModelSpec, Strategy
 
@@ -37,6 +38,7 @@ def count_collectives(
     _zero(memory.ranks.index(rank), memory, job, strategy, totals)
     _messages(rank, memory, strategy, totals)
     _model_parallel(rank, memory, strategy, totals)
+    _shares(rank, job, strategy, totals)
     if strategy.world_size > 1:
         parameters = sum(max(len(block.tensors), 1) for block in model.blocks if block.parameters)
         _add(totals, _STATISTICS, 1, _STATISTICS_VALUE_BYTES * (_STATISTICS_VALUES + parameters))
@@ -76,8 +78,18 @@ def _messages(rank: RankMemory, memory: StepMemory, strategy: Strategy, totals: 
 
 def _model_parallel(rank: RankMemory, memory: StepMemory, strategy: Strategy, totals: Counts) -> None:
     for stage in rank.stages:
+        recomputed = memory.moments_of[stage.index].recomputed
         for block in stage.blocks:
+            policy = strategy.recompute if block.kind == "layer" and recomputed > 0 else "none"
+            recomputed -= block.kind == "layer"
             for collective in block.collectives:
-                times = memory.microbatches * (collective.forward + collective.backward)
+                each = collective.forward + collective.backward + collective.again(policy)
                 size = strategy.microbatch * collective.message_bytes
-                _add(totals, f"{collective.dimension}_{collective.kind}", times, size)
+                _add(totals, f"{collective.dimension}_{collective.kind}", memory.microbatches * each, size)
+
+
+def _shares(rank: RankMemory, job: Job, strategy: Strategy, totals: Counts) -> None:
+    """Gradients that are shares of each tensor-parallel rank are summed once, as they are stored."""
+    elements = summed_elements(rank.stages, strategy)
+    if elements:
+        _add(totals, "tp_all_reduce", 1, DTYPE_BYTES[job.param_dtype] * elements)

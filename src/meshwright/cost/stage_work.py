@@ -11,7 +11,7 @@ from meshwright.cost.compute import BlockWork, Phases, Speeds, block_work
 from meshwright.cost.links import Placement, collective_s
 from meshwright.cost.stages import Stage
 from meshwright.cost.states import shard_group
-from meshwright.spec import DTYPE_BYTES, BlockSpec, Job, ModelSpec, Strategy
+from meshwright.spec import DTYPE_BYTES, BlockCollective, BlockSpec, Job, ModelSpec, Strategy
 from meshwright.spec.conventions import Convention
 
 __all__ = ["StageWork", "Workshop"]
@@ -121,10 +121,9 @@ class Workshop:
         else:
             for term, phases in zip(_LAYER_TERMS, work, strict=True):
                 found.add(term, phases)
-        sent = self._communication(block, work)
-        for term, phases in sent.items():
+        for term, phases in self._communication(block, work).items():
             found.add(term, phases)
-        again = self._again(work, sent, policy)
+        again = self._again(block, work, policy)
         if not speed.asynchronous:
             again += _HOST_AGAIN.get(policy, 0) * block.kernels * speed.reached.kernel_s
         if again:
@@ -133,32 +132,36 @@ class Workshop:
             found.add("recompute", Phases(0.0, again, 0.0))
         return found
 
-    def _again(self, work: BlockWork, sent: dict[str, Phases], policy: str) -> float:
-        if policy == "full":
-            return work.all.forward + sum(phases.forward for phases in sent.values())
-        return work.memory.forward if policy == "selective" else 0.0
+    def _again(self, block: BlockSpec, work: BlockWork, policy: str) -> float:
+        """Seconds of what a backward computes and sends again."""
+        computed = {"full": work.all.forward, "selective": work.memory.forward}.get(policy, 0.0)
+        repeated = ((entry, entry.again(policy)) for entry in block.collectives)
+        return computed + sum(self._sent(entry, work, times, 0).forward for entry, times in repeated if times)
 
     def _communication(self, block: BlockSpec, work: BlockWork) -> dict[str, Phases]:
-        """Exposed communication of a block. A ring of cp hides behind the attention that it feeds."""
+        """Exposed communication of a block."""
         found: dict[str, Phases] = {}
         for entry in block.collectives:
-            group = self._groups[entry.dimension]
-            size = self._strategy.microbatch * entry.message_bytes
-            if entry.kind == "all_to_all" and self._job.expert_imbalance > 1:
-                size = int(size * self._job.expert_imbalance)
-            one = collective_s(entry.kind, size, group)
-            phases = Phases(one * entry.forward, one * entry.backward, 0.0)
-            if entry.dimension == "cp" and entry.kind == "send" and group.size > 1:
-                hides = (group.size - 1) / group.size
-                phases = Phases(
-                    max(one, phases.forward - work.attention.forward * hides),
-                    max(one, phases.input - work.attention.backward * hides),
-                )
-            elif entry.dimension == "tp":
-                phases = phases.times(self._exposed)
             term = _OF_DIMENSION[entry.dimension]
-            found[term] = found.get(term, _NOTHING).plus(phases)
+            sent = self._sent(entry, work, entry.forward, entry.backward)
+            found[term] = found.get(term, _NOTHING).plus(sent)
         return found
+
+    def _sent(self, entry: BlockCollective, work: BlockWork, forward: int, backward: int) -> Phases:
+        """A collective, so many times. A ring of cp hides behind the attention that it feeds."""
+        group = self._groups[entry.dimension]
+        size = self._strategy.microbatch * entry.message_bytes
+        if entry.kind == "all_to_all" and self._job.expert_imbalance > 1:
+            size = int(size * self._job.expert_imbalance)
+        one = collective_s(entry.kind, size, group)
+        phases = Phases(one * forward, one * backward, 0.0)
+        if entry.dimension == "cp" and entry.kind == "send" and group.size > 1:
+            hides = (group.size - 1) / group.size
+            return Phases(
+                max(one, phases.forward - work.attention.forward * hides),
+                max(one, phases.input - work.attention.backward * hides),
+            )
+        return phases.times(self._exposed) if entry.dimension == "tp" else phases
 
     def _by_policy(self, blocks: Sequence[BlockSpec], recomputed: int) -> list[tuple[str, list[BlockSpec]]]:
         layers = [block for block in blocks if block.kind == "layer"]

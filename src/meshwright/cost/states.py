@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from itertools import accumulate
 
 from msgspec import Struct
@@ -11,7 +12,7 @@ from msgspec import Struct
 from meshwright.cost.stages import Stage
 from meshwright.spec import DTYPE_BYTES, BlockSpec, Job, Strategy
 
-__all__ = ["States", "Sums", "expert_group", "shard_group"]
+__all__ = ["States", "Sums", "expert_group", "shard_group", "summed_elements"]
 
 
 def shard_group(strategy: Strategy) -> int:
@@ -22,6 +23,11 @@ def shard_group(strategy: Strategy) -> int:
 def expert_group(strategy: Strategy) -> int:
     """Ranks over which ZeRO cuts an expert's parameter: those of the shard group that hold the same experts."""
     return max(1, shard_group(strategy) * strategy.tp // strategy.ep) if strategy.zero else 1
+
+
+def summed_elements(stages: Iterable[Stage], strategy: Strategy) -> int:
+    """Elements of the gradients that the tensor-parallel ranks sum once a step, of a rank's stages."""
+    return sum(block.summed(shard_group(strategy)) for stage in stages for block in stage.blocks)
 
 
 class Sums:

@@ -14,7 +14,7 @@ from meshwright.cost.play import Play, StageTimes, unit_counts
 from meshwright.cost.simulate import Timeline
 from meshwright.cost.stage_work import StageWork, Workshop
 from meshwright.cost.stages import Stage, cut
-from meshwright.cost.states import shard_group
+from meshwright.cost.states import shard_group, summed_elements
 from meshwright.schedule import stage_ranks
 from meshwright.spec import DTYPE_BYTES, Cluster, Job, ModelSpec, Strategy
 from meshwright.spec.conventions import Convention
@@ -115,6 +115,7 @@ class StepTime:
         gathers, reduces = self._held_up
         found["parameter gathers"] += gathers
         found["gradient reduction"] += reduces + self._replicas_s
+        found["tensor parallel"] += self._shares_s
         found["optimizer"] += self._optimizer_s
         found["offload"] += self._streams.exposed_s
         found["synchronisation"] += self._jitter_s + self._statistics_s
@@ -288,7 +289,8 @@ class StepTime:
 
     @property
     def _after(self) -> float:
-        return self._replicas_s + self._optimizer_s + self._streams.exposed_s + self._jitter_s + self._statistics_s
+        once = self._replicas_s + self._shares_s + self._optimizer_s
+        return once + self._streams.exposed_s + self._jitter_s + self._statistics_s
 
     @cached_property
     def _replicas_s(self) -> float:
@@ -302,6 +304,14 @@ class StepTime:
         one = collective_s("all_reduce", self._reduce_bytes * each, group)
         behind = self._play.times.phases[stage.index].backward * (units - 1) / units if self._overlap else 0.0
         return max(one, units * one - behind)
+
+    @cached_property
+    def _shares_s(self) -> float:
+        """Gradients that are shares of each tensor-parallel rank, of norms of cut sequences say, are summed once."""
+        stages = [self._stages[index] for index in self._held[self._busiest]]
+        elements = summed_elements(stages, self.strategy)
+        size = DTYPE_BYTES[self.job.param_dtype] * elements
+        return collective_s("all_reduce", size, self._placement.group("tp")) if elements else 0.0
 
     @cached_property
     def _trained(self) -> int:

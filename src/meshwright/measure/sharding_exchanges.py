@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from meshwright.measure.sharding_notes import Told
+from meshwright.runtime.tp.divide import APART, Region
 from meshwright.spec.sharded import Exchange
 
 __all__ = ["find_exchanges"]
@@ -29,23 +30,27 @@ class _Event:
     why: str
 
 
+#: What all events at a place do: forward, backward and why.
+_Done = tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...]
+
+
 def find_exchanges(told: Told) -> tuple[Exchange, ...]:
     """The collectives of the forward and of the backward, blocks that are alike together.
 
-    Divided matrices that stand in one module are taken to share one input.
+    Divided matrices that stand in one module are taken to share one input, apart from an MLP's beside attention.
     """
     order = {name: index for index, (name, _) in enumerate(told.model.named_modules())}
     places: dict[str, list[_Event]] = {}
     for event in sorted([*_ends(told), *_regions(told), *_modules(told)], key=lambda event: order[event.module]):
         places.setdefault(event.place, []).append(event)
-    groups: dict[tuple[object, ...], int] = {}
+    groups: dict[tuple[str, _Done], int] = {}
     for place, events in places.items():
         pattern = _NUMBER.sub("*", place) if place in told.blocks else place
         done = tuple((event.forward, event.backward, event.why) for event in events)
         groups[pattern, done] = groups.get((pattern, done), 0) + 1
     return tuple(
         Exchange(
-            name=str(pattern),
+            name=pattern,
             count=count,
             forward=dict(Counter(kind for forward, _, _ in done for kind in forward)),
             backward=dict(Counter(kind for _, backward, _ in done for kind in backward)),
@@ -63,10 +68,21 @@ def _event(told: Told, name: str, forward: Sequence[str], backward: Sequence[str
 def _regions(told: Told) -> Iterable[_Event]:
     forward, backward = ([_GATHER], [_SCATTER]) if told.sequence_parallel else ([], [_REDUCE])
     for region in told.sharding.regions:
-        leaves = [name.rpartition(".")[2] for name in region.columns]
-        outputs = [_GATHER] * len(leaves) if region.gathers else []
-        why = f"{'outputs and ' if outputs else ''}input of {', '.join(leaves)}"
-        yield _event(told, region.columns[0], [*forward, *outputs], backward, why)
+        for columns in _inputs(told, region):
+            leaves = [name.rpartition(".")[2] for name in columns]
+            outputs = [_GATHER] * len(leaves) if region.gathers else []
+            why = f"{'outputs and ' if outputs else ''}input of {', '.join(leaves)}"
+            yield _event(told, columns[0], [*forward, *outputs], backward, why)
+
+
+def _inputs(told: Told, region: Region) -> list[list[str]]:
+    """The columns of a region by what enters them: an MLP beside attention, in one module, has an input of its own."""
+    heads, modules = region.heads, dict(told.model.named_modules())
+    if heads is None or len(region.columns) <= APART:
+        return [list(region.columns)]
+    sizes = {heads.queries * heads.size, heads.groups * heads.size}
+    of_heads = [name for name in region.columns if getattr(modules[name], "out_features", None) in sizes]
+    return [part for part in (of_heads, [name for name in region.columns if name not in of_heads]) if part]
 
 
 def _modules(told: Told) -> Iterable[_Event]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.runtime.cuts import Cut
-from meshwright.runtime.tp.divide import Region, Sharding
+from meshwright.runtime.tp.divide import HEAD_AFTER_HEAD, Region, Sharding
 from meshwright.runtime.tp.heads import Heads
 from meshwright.runtime.tp.plan import Assigned
 
@@ -74,16 +74,15 @@ def _columns(told: Told, name: str, style: str, cuts: Mapping[str, Cut]) -> list
     if heads is None:
         return ["outputs divided"]
     outputs = cut.shape[cut.dim]
-    of_queries = f"{heads.local} of {heads.queries} heads on each rank"
     if parts == 3:
         return [f"queries, keys, values: each divided, {_query_heads(heads)}"]
     if outputs == heads.groups * heads.size and heads.groups != heads.queries:
         return [_keys(heads)]
-    return [
-        f"queries, keys, values head after head: {of_queries}"
-        if outputs > 2 * heads.queries * heads.size
-        else of_queries
-    ]
+    if outputs == heads.queries * heads.size:
+        return [f"{heads.local} of {heads.queries} heads on each rank"]
+    if name.rpartition(".")[2] in HEAD_AFTER_HEAD:
+        return [f"queries, keys, values head after head: {heads.local} of {heads.queries} heads on each rank"]
+    return ["outputs divided"]
 
 
 def _query_heads(heads: Heads) -> str:

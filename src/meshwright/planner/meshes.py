@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, UnsupportedCombination
 from meshwright.planner.pins import Pins
 from meshwright.spec import Cluster, Job, Layout, ModelSpec, Strategy
 
@@ -89,14 +89,25 @@ class Meshes:
 
     Args:
         describe: the model under a layout, as `Described.at`.
+        executable: meshes that this version executes: with tp, sequences are tried cut and whole. (Elsewhere they are
+            cut wherever they can be: that keeps less and sends as much.)
 
     Raises:
         ConfigError: a pinned degree is illegal, needs more ranks than there are devices, or does not divide the
             sequence or the global batch; or the model does not allow it.
     """
 
-    def __init__(self, describe: Callable[[Layout], ModelSpec], cluster: Cluster, job: Job, pins: Pins) -> None:
+    def __init__(
+        self,
+        describe: Callable[[Layout], ModelSpec],
+        cluster: Cluster,
+        job: Job,
+        pins: Pins,
+        *,
+        executable: bool = False,
+    ) -> None:
         self._describe, self._cluster, self._job, self._pins = describe, cluster, job, pins
+        self._executable = executable
         self.model = describe(self._layout())
         for key in ("dp", "tp", "pp", "cp", "ep", "microbatch"):
             value = pins.exact(key)
@@ -148,9 +159,22 @@ class Meshes:
         return [size for size in self._pins.options("microbatch", wanted) if size in sizes]
 
     def _sequence_parallel(self, tp: int, cp: int) -> list[bool]:
-        """With tp it is on wherever the tokens of a rank divide: it sends as much and keeps less."""
-        possible = tp > 1 and self._job.sequence // cp % tp == 0
-        return self._pins.options("sequence_parallel", [possible])
+        """Whether sequences are cut over tp: where the tokens of a rank divide and the model allows it."""
+        if not (tp > 1 and self._job.sequence // cp % tp == 0 and self._cuts(tp)):
+            return self._pins.options("sequence_parallel", [False])
+        return self._pins.options("sequence_parallel", [True, False] if self._executable else [True])
+
+    def _cuts(self, tp: int) -> bool:
+        """Whether the model allows it; a pin is taken at its word, and refused by the model."""
+        if self._pins.exact("sequence_parallel") is not None:
+            return bool(self._pins.exact("sequence_parallel"))
+        if self._job.sequence % tp:
+            return False
+        try:
+            self._describe(self._layout(tp=tp, sequence_parallel=True))
+        except UnsupportedCombination:
+            return False
+        return True
 
     def _tps(self) -> list[int]:
         """tp stays inside a node unless it is pinned beyond."""
@@ -160,7 +184,7 @@ class Meshes:
 
         def describe(tp: int) -> ModelSpec:
             """As most meshes with this degree see the model."""
-            return self._describe(self._layout(tp=tp, sequence_parallel=tp > 1 and self._job.sequence % tp == 0))
+            return self._describe(self._layout(tp=tp, sequence_parallel=self._cuts(tp)))
 
         return self._legal("tp", wanted, describe)
 

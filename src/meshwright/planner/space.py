@@ -79,7 +79,7 @@ class Space:
                 _refuse(key, pins.exact(key))
         self._fixed = pins.fixed()
         self._stages = pins.listed("stages", int)
-        self.meshes = Meshes(pricer.described.at, self.cluster, self.job, pins)
+        self.meshes = Meshes(pricer.described.at, self.cluster, self.job, pins, executable=executable)
         self.layers = len(self.meshes.model.layers)
         self._check_layers()
         self.recomputes = self._recomputes()

@@ -121,6 +121,7 @@ class Shards(Zero):
 
     def before_backward(self, *, reduce: bool, release: bool, last: bool) -> None:
         self._arrived = {}
+        self._begun.clear()
         self.used.begin_backward()
         self._fsdp.set_is_last_backward(last)
         self._fsdp.set_requires_gradient_sync(reduce)
@@ -196,7 +197,8 @@ class Shards(Zero):
     def _got_gradient(self, unit: Unit, name: str) -> None:
         self.used.mark(name)
         self._arrived[unit.name] = self._arrived.get(unit.name, 0) + 1
-        if self._arrived[unit.name] in (1, sum(self.stored[name].requires_grad for name in unit.parameters)):
+        count = sum(self.stored[name].requires_grad for name in unit.parameters)
+        if self._begins(unit, name) or self._arrived[unit.name] in (1, count):
             self._note()
 
 

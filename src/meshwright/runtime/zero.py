@@ -71,6 +71,8 @@ class Zero(ABC):
         self.stored: dict[str, nn.Parameter] = {}
         #: Called at moments of a step when memory is worth counting; None when nobody counts.
         self.moment: Callable[[], None] | None = None
+        #: Units of which a matrix has got its gradient in this backward.
+        self._begun: set[str] = set()
 
     @property
     @abstractmethod
@@ -139,6 +141,14 @@ class Zero(ABC):
     @abstractmethod
     def gradient_storages(self) -> list[torch.UntypedStorage]:
         """Storages of gradients, whole, partial or reduced, and of reduces in flight."""
+
+    def _begins(self, unit: Unit, name: str) -> bool:
+        """Whether a gradient is that of a unit's first matrix. A bias may get its own before the unit has computed
+        again what it needs; a matrix does not."""
+        if unit.name in self._begun or self.stored[name].dim() < 2:
+            return False
+        self._begun.add(unit.name)
+        return True
 
     def _note(self) -> None:
         if self.moment is not None:

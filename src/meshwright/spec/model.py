@@ -57,7 +57,8 @@ class AttentionWork(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCollective:
-    """A collective that model parallelism adds to a block: `forward` and `backward` times per microbatch.
+    """A collective that model parallelism adds to a block: `forward` and `backward` times per microbatch, and again in
+    backward `selective` or `full` times where the block recomputes so.
 
     `kind` is all_reduce, all_gather, reduce_scatter, all_to_all or send; `dimension` the mesh dimension it runs over;
     `message_bytes` the whole, unsharded message for one sequence.
@@ -68,6 +69,12 @@ class BlockCollective:
     message_bytes: int
     forward: int = 1
     backward: int = 1
+    selective: int = 0
+    full: int = 0
+
+    def again(self, policy: str) -> int:
+        """Times per microbatch under a recompute policy besides `forward` and `backward`."""
+        return {"selective": self.selective, "full": self.full}.get(policy, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +88,8 @@ class BlockSpec:
     it); `tied_parameters` counts those it uses but another block owns. `tensors` lists the shapes of the owned
     parameters: sharding cuts each by itself, so that padding is exact; without it the block is one flat tensor.
     `frozen` and `experts` are those of the tensors that get no gradient, and those that expert parallelism lays over
-    ranks (ZeRO shards them over a group that is smaller by the factor ep); both are listed in `tensors` too.
+    ranks (ZeRO shards them over a group that is smaller by the factor ep); both are listed in `tensors` too. `shares`
+    are those whose gradients the tensor-parallel ranks sum once a step, as they lie in its message.
     `forward_flops` counts two per multiply-add of matrix products and of attention over all S x S pairs;
     `causal_flops` is what of it a causal kernel may skip; `backward_flops` counts the backward without recompute
     (left out: twice the forward). `moved_bytes` are bytes read and written by the forward's operations.
@@ -115,6 +123,7 @@ class BlockSpec:
     fixed_bytes: int = 0
     frozen: tuple[tuple[int, ...], ...] = ()
     experts: tuple[tuple[int, ...], ...] = ()
+    shares: tuple[tuple[int, ...], ...] = ()
     buffer_bytes: int = 0
     causal_flops: int = 0
     backward_flops: int = -1
@@ -160,6 +169,10 @@ class BlockSpec:
         """
         tensors = self.tensors or ((self.parameters,),)
         return _share(tensors, self.experts, self.frozen if trained else (), group, expert_group or group, whole)
+
+    def summed(self, group: int) -> int:
+        """Elements of `shares` that each rank of a shard group has."""
+        return _share(self.shares, (), (), group, group, False)
 
     @property
     def trained_parameters(self) -> int:

@@ -74,7 +74,8 @@ class Trainer:
         job = plan.job
         self.corpus = ByteCorpus(data.path, sequence=job.sequence, validation_every=data.validation_every)
         _require_same_corpus(self.corpus)
-        self.samples = Samples(self.corpus, seed=job.seed, rank=global_rank(), dp=plan.strategy.dp)
+        mine = plan.strategy.data_rank(global_rank())  # those that share a model see the same rows
+        self.samples = Samples(self.corpus, seed=job.seed, rank=mine, dp=plan.strategy.dp)
         config = decoder_config(plan.decoder)
         self.engine = Engine(
             lambda: Decoder(config),

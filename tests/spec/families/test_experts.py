@@ -135,7 +135,7 @@ def received(block: BlockSpec, kind: str) -> int:
 def test_tensor_parallelism_divides_latent_attention_by_heads() -> None:
     """The products into the latents, their norms and the router stay whole; experts do too."""
     table = LATENT
-    whole, part = described("deepseek_v3").layers[-1], described("deepseek_v3", tp=2).layers[-1]
+    whole, part = (described("deepseek_v3", tp=tp, stack="compiled").layers[-1] for tp in (1, 2))
     heads, queries = table["num_attention_heads"], table["qk_nope_head_dim"] + table["qk_rope_head_dim"]
     spread = table["qk_nope_head_dim"] + table["v_head_dim"]
     hidden, shared = table["hidden_size"], table["moe_intermediate_size"]
@@ -151,7 +151,7 @@ def test_tensor_parallelism_divides_latent_attention_by_heads() -> None:
 
 
 def test_sequence_parallelism_divides_what_the_norms_and_experts_keep() -> None:
-    alone, cut = described("deepseek_v3", tp=2), described("deepseek_v3", tp=2, sequence_parallel=True)
+    alone, cut = (described("deepseek_v3", tp=2, sequence_parallel=on, stack="compiled") for on in (False, True))
     assert cut.layers[-1].saved_bytes["none"] < alone.layers[-1].saved_bytes["none"]
     assert cut.layers[-1].forward_flops < alone.layers[-1].forward_flops  # each rank routes its own rows only
     assert cut.layers[-1].saved_bytes["full"] * 2 == alone.layers[-1].saved_bytes["full"]
@@ -204,5 +204,31 @@ def test_an_ep_that_does_not_divide_names_those_that_do() -> None:
 
 def test_a_tp_that_does_not_divide_names_those_that_do() -> None:
     with pytest.raises(UnsupportedCombination, match="tp=3") as caught:
-        described("deepseek_v3", tp=3)
+        described("deepseek_v3", tp=3, stack="compiled")
     assert caught.value.fix == "set tp to one of 1, 2"
+
+
+def test_the_runtime_divides_experts_like_an_mlp() -> None:
+    """Every rank has a part of all experts; their inputs and weights enter, their results are summed."""
+    whole, part = described("mixtral").layers[-1], described("mixtral", tp=2).layers[-1]
+    sizes = [sum(math.prod(shape) for shape in block.tensors if len(shape) == 3) for block in (whole, part)]
+    assert sizes[0] == 2 * sizes[1] > 0
+    assert part.experts == ()
+    summed = [one for one in part.collectives if one.kind == "all_reduce"]
+    assert sum(one.forward for one in summed) == 2
+    assert sum(one.backward for one in summed) == 3  # attention's input, the experts' input, and the weights
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "why"),
+    [
+        ("mixtral", {"tp": 2, "sequence_parallel": True}, "routers"),
+        ("deepseek_v2", {"tp": 2}, "narrow product"),
+        ("deepseek_v3", {"tp": 2}, "narrow product"),
+    ],
+)
+def test_what_the_runtime_cannot_divide_is_refused_for_its_stack(name: str, layout: dict[str, Any], why: str) -> None:
+    with pytest.raises(UnsupportedCombination) as caught:
+        described(name, **layout)
+    assert why in caught.value.why
+    assert described(name, **layout, stack="compiled").parameters > 0

@@ -58,9 +58,17 @@ def test_the_vocabulary_is_padded_and_its_logits_stay_divided() -> None:
     assert first.tensors == ((26, 48),)  # 101 padded to 104
     assert last.tensors == ((48,), (26, 48))
     assert last.output_bytes == S * 26 * 4
-    assert model.loss_bytes == S * (26 * 4 + 8)
+    # The runtime's loss keeps the logits themselves and two numbers of each row; other kernels their softmax.
+    fused = read_config(LLAMA | {"intermediate_size": 64}).at(Layout(sequence=S, tp=4, stack="fused"))
+    assert model.loss_bytes == S * (2 * 4 + 8)
+    assert fused.loss_bytes == S * (26 * 4 + 8)
     assert ("all_reduce", "tp", 1, 0) in names(first)
-    assert {("all_reduce", "tp", 0, 1), ("all_reduce", "tp", 3, 0)} == names(last)
+    assert [(c.message_bytes, c.forward, c.backward) for c in last.collectives] == [
+        (S * 48 * 4, 0, 1),
+        (S * 4, 1, 0),
+        (S * 2 * 4, 1, 0),
+    ]
+    assert {("all_reduce", "tp", 0, 1), ("all_reduce", "tp", 3, 0)} == names(fused.blocks[-1])
     tied = read_config({**LLAMA, "tie_word_embeddings": True}).at(Layout(sequence=S, tp=4)).blocks[-1]
     assert (tied.tied_parameters, tied.tensors) == (26 * 48, ((48,),))
 
@@ -85,9 +93,53 @@ def test_ring_attention_sends_keys_and_values() -> None:
 
 
 def test_side_by_side_attention_and_mlp_share_what_they_gather() -> None:
-    """Phi feeds one norm to both, so that the stream is entered once."""
-    shared = layer(WITH_KERNEL["phi"] | {"num_attention_heads": 4, "intermediate_size": 40}, tp=2)
-    assert names(shared) == {("all_reduce", "tp", 2, 1)}
+    """Phi feeds one norm to both, so that the stream is entered once. The runtime enters it in each module."""
+    table = WITH_KERNEL["phi"] | {"num_attention_heads": 4, "intermediate_size": 40}
+    assert names(layer(table, tp=2, stack="fused")) == {("all_reduce", "tp", 2, 1)}
+    assert names(layer(table, tp=2)) == {("all_reduce", "tp", 2, 2)}
+
+
+def test_recompute_sends_again_what_it_comes_past() -> None:
+    """The second forward ends behind the last tensor that is kept, before the last sum. Fused kernels run all of it."""
+    (one,) = layer(tp=2).collectives
+    assert (one.again("none"), one.again("selective"), one.again("full")) == (0, 1, 1)
+    cut = {c.kind: (c.again("selective"), c.again("full")) for c in layer(tp=2, sequence_parallel=True).collectives}
+    assert cut == {"all_gather": (2, 2), "reduce_scatter": (1, 1)}
+    (one,) = layer(tp=2, stack="fused").collectives
+    assert (one.again("selective"), one.again("full")) == (0, 2)
+
+
+def test_sequences_are_cut_behind_the_embedding_and_joined_before_or_in_the_head() -> None:
+    whole = S * 48 * 4
+    for table, entering in (
+        (LLAMA, ("all_gather", "reduce_scatter")),
+        (FAMILIES["gpt2"], ("all_gather", "all_reduce")),
+    ):
+        model = read_config(table | {"n_head": 4} if table is not LLAMA else table).at(
+            Layout(sequence=32, tp=2, sequence_parallel=True)
+        )
+        first, last = model.blocks[0], model.blocks[-1]
+        assert [(c.kind, c.forward, c.backward) for c in first.collectives] == [
+            ("all_reduce", 1, 0),
+            ("all_gather", 0, 1),
+        ]
+        assert tuple(c.kind for c in last.collectives[:2]) == entering
+        assert first.output_bytes * 2 == first.collectives[1].message_bytes
+    fused = read_config(LLAMA).at(Layout(sequence=S, tp=2, sequence_parallel=True, stack="fused")).blocks[0]
+    assert [(c.kind, c.message_bytes) for c in fused.collectives] == [("reduce_scatter", whole), ("all_gather", whole)]
+
+
+def test_gradients_that_are_shares() -> None:
+    """Of copied key/value heads, of each of them once; of norms and biases where every rank has its own tokens."""
+    assert layer(tp=2).shares == ()
+    assert layer(tp=4).shares == ((6, 48),) * 4  # two heads each of keys and of values
+    assert layer(tp=2, sequence_parallel=True).shares == ((48,), (48,))
+    picked = layer(LLAMA | {"num_attention_heads": 6, "head_dim": 8}, tp=3)
+    assert picked.shares == ((16, 48),) * 2
+    assert picked.tensors[1:5] == ((16, 48), (16, 48), (16, 48), (48, 16))
+    qwen = layer(LLAMA | {"model_type": "qwen3", "head_dim": 6}, tp=2)
+    assert qwen.shares == ((6,), (6,))
+    assert layer(tp=4, stack="fused").shares == ()
 
 
 @pytest.mark.parametrize("stack", ["eager", "compiled", "fused"])
@@ -132,15 +184,33 @@ def test_alive_bytes_lie_between_what_is_kept_and_everything() -> None:
 @pytest.mark.parametrize("tp", [3, 16])
 def test_an_impossible_tp_names_the_possible(tp: int) -> None:
     with pytest.raises(UnsupportedCombination, match=f"tp={tp}") as caught:
-        layer(tp=tp)
+        layer(tp=tp, stack="fused")
     assert caught.value.fix == "set tp to one of 1, 2, 4, 8"
 
 
 def test_an_mlp_that_cannot_be_divided() -> None:
+    """The runtime's parts may differ; those of other kernels are equal."""
+    uneven = {**LLAMA, "intermediate_size": 66}
     with pytest.raises(UnsupportedCombination, match="tp=4") as caught:
-        layer({**LLAMA, "intermediate_size": 66}, tp=4)
+        layer(uneven, tp=4, stack="fused")
     assert "intermediate_size 66" in caught.value.why
     assert caught.value.fix == "set tp to one of 1, 2"
+    assert layer(uneven, tp=4).tensors[-2:] == ((17, 48), (48, 17))
+
+
+def test_fused_projections_divide_key_value_heads_too() -> None:
+    table = FAMILIES["phi3"] | {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}
+    with pytest.raises(UnsupportedCombination, match="tp=3") as caught:
+        layer(table, tp=3)
+    assert caught.value.fix == "set tp to one of 1, 2"
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+def test_families_without_a_plan_are_not_divided(name: str) -> None:
+    with pytest.raises(UnsupportedCombination, match="tp=2"):
+        layer(FAMILIES[name], tp=2)
+    with pytest.raises(UnsupportedCombination, match="sequence parallelism"):
+        layer(FAMILIES["opt"] | {"num_attention_heads": 4}, tp=2, sequence_parallel=True)
 
 
 def test_expert_parallelism_needs_experts() -> None:

@@ -15,16 +15,19 @@ from meshwright.runtime.tp.heads import Heads, find_heads
 from meshwright.runtime.tp.plan import Assigned
 from meshwright.runtime.units import owners
 
-__all__ = ["Region", "Sharding", "divide"]
+__all__ = ["APART", "HEAD_AFTER_HEAD", "Region", "Sharding", "divide"]
 
 _COLUMNS = ("colwise", "gather-output")
 _ROWS = ("rowwise", "split-input")
+_WHOLE = ("replicate", "replicate-sum", "sequence")
 #: Names of fused weights, by how their parts lie.
 _QUERIES_KEYS_VALUES = ("qkv_proj", "c_attn", "qkv", "Wqkv", "wqkv", "in_proj")
-_HEAD_AFTER_HEAD = ("query_key_value",)
+HEAD_AFTER_HEAD = ("query_key_value",)
 _GATE_AND_UP = ("gate_up_proj", "gate_up", "w13", "fc1_gate_up")
 #: Arguments of attention that hold ALiBi's slopes, or learned biases, of all heads.
 _BIASES_OF_HEADS = ("alibi", "position_bias", "relative_position_bias", "rel_pos_bias")
+#: Attention divides so many matrices at most; where more stand together, an MLP's are among them.
+APART = 3
 Parts = list[list[Segment]]
 
 
@@ -82,16 +85,15 @@ def divide(model: nn.Module, styles: Mapping[str, Assigned], ranks: int, *, bloc
     modules = dict(model.named_modules())
     sharding = Sharding(styles)
     _find_regions(sharding, modules, ranks)
-    heads = {name: region.heads for region in sharding.regions for name in region.columns}
+    heads = {name: _heads_of_column(region, name, modules) for region in sharding.regions for name in region.columns}
     cuts: dict[int, Cut] = {}
     for name, entry in styles.items():
         for parameter, cut in _cuts_of(sharding, name, modules[name], entry.style, heads, ranks):
             if cuts.setdefault(id(parameter), cut) != cut:
-                raise UnsupportedCombination(
-                    f"{name} shares a weight that another module divides otherwise",
-                    why="a tied weight is divided once",
-                    fix="annotate the modules that share it alike",
-                )
+                raise _tied(name)
+    for name, entry in styles.items():  # a module that is to be whole, but shares a weight that is not
+        if entry.style in _WHOLE and any(id(own) in cuts for own in modules[name].parameters(recurse=False)):
+            raise _tied(name)
     _norms_of_heads(sharding, modules, cuts, ranks)
     shares = _shares(sharding, modules, blocks)
     for name, places in owners(model).items():
@@ -101,24 +103,42 @@ def divide(model: nn.Module, styles: Mapping[str, Assigned], ranks: int, *, bloc
     return sharding
 
 
+def _tied(name: str) -> UnsupportedCombination:
+    return UnsupportedCombination(
+        f"{name} shares a weight that another module divides otherwise",
+        why="a tied weight is divided once",
+        fix="annotate the modules that share it alike",
+    )
+
+
 def _shares(sharding: Sharding, modules: Mapping[str, nn.Module], blocks: Sequence[str]) -> set[int]:
     """The replicated parameters whose gradients are shares of each rank: of its heads, or of its tokens."""
     found: set[int] = set()
     gathering = [f"{region.parent}." for region in sharding.regions if region.gathers]
-    attention = [f"{region.parent}." for region in sharding.regions if region.heads]
     inside = [f"{name}." for name in blocks]
     for name, entry in sharding.styles.items():
         of_heads = entry.style == "replicate-sum"
         if entry.style == "replicate" and entry.source != "annotation":
-            of_heads = name.startswith(tuple(attention)) and bool(attention)
+            of_heads = _stands_at_heads(sharding, modules, name)
         of_tokens = bool(blocks) and (
             entry.style == "sequence" or (name.startswith(tuple(inside)) and not name.startswith(tuple(gathering)))
         )
-        if entry.style in ("replicate", "replicate-sum", "sequence") and (of_heads or of_tokens):
+        if entry.style in _WHOLE and (of_heads or of_tokens):
             found.update(id(parameter) for parameter in modules[name].parameters(recurse=False))
         elif entry.style in _ROWS and blocks and name.startswith(tuple(inside)):  # a bias of its tokens
             found.update(id(bias) for bias in [getattr(modules[name], "bias", None)] if bias is not None)
     return found
+
+
+def _stands_at_heads(sharding: Sharding, modules: Mapping[str, nn.Module], name: str) -> bool:
+    """Whether a module of attention sees heads; a norm as wide as what enters it, in a block without a module of its
+    own for attention, does not."""
+    for region in sharding.regions:
+        if region.heads is not None and name.startswith(f"{region.parent}."):
+            entering = _sizes(region.columns[0], modules[region.columns[0]])[1]
+            shapes = {tuple(parameter.shape) for parameter in modules[name].parameters(recurse=False)}
+            return shapes != {(entering,)} or entering == region.heads.size
+    return False
 
 
 def _find_regions(sharding: Sharding, modules: Mapping[str, nn.Module], ranks: int) -> None:
@@ -139,6 +159,10 @@ def _find_regions(sharding: Sharding, modules: Mapping[str, nn.Module], ranks: i
                 fix="annotate them alike",
             )
         gathers = kinds == {"gather-output"}
+        if not gathers and hasattr(modules[parent], "mp_num"):  # CodeGen's, interleaved over shards of its own
+            raise _unknown(
+                columns[0], "queries, values and keys lie in it shard by shard, for a number of shards of its own"
+            )
         outputs = {name.rpartition(".")[2]: _sizes(name, modules[name])[0] for name in columns}
         heads = None if gathers else find_heads(modules[parent], outputs, ranks)
         if heads is not None:
@@ -173,7 +197,7 @@ def _require_sum(parent: str, columns: list[str], rows: list[str]) -> None:
 def _cuts_of(
     sharding: Sharding, name: str, module: nn.Module, style: str, heads: Mapping[str, Heads | None], ranks: int
 ) -> list[tuple[nn.Parameter, Cut]]:
-    if style in ("replicate", "replicate-sum", "sequence"):
+    if style in _WHOLE:
         return []
     if style == "experts":
         return _experts(name, module, ranks)
@@ -203,10 +227,17 @@ def _cuts_of(
             found.append((bias, Cut.of(bias.shape, 0, segments, partial=partial)))
     else:
         own = _heads_of_row(sharding, name, inputs)
-        segments = [[one] for one in even_segments(inputs, ranks, step=inputs // own.queries if own else 1)]
+        segments = [[one] for one in _dealt(name, inputs, ranks, step=inputs // own.queries if own else 1)]
         found = [(weight, Cut.of(weight.shape, int(not transposed), segments))]
     sharding.widths[name] = [sum(size for _, size in own) for own in segments]
     return found
+
+
+def _heads_of_column(region: Region, name: str, modules: Mapping[str, nn.Module]) -> Heads | None:
+    """In a block without a module of its own for attention, an MLP's outputs are no heads."""
+    heads = region.heads
+    apart = len(region.columns) <= APART
+    return heads if heads is None or apart or _sizes(name, modules[name])[0] % heads.queries == 0 else None
 
 
 def _columns(name: str, outputs: int, heads: Heads | None, ranks: int) -> tuple[Parts, bool]:
@@ -214,11 +245,11 @@ def _columns(name: str, outputs: int, heads: Heads | None, ranks: int) -> tuple[
     leaf = name.rpartition(".")[2]
     if leaf in _GATE_AND_UP and outputs % 2 == 0:
         half = outputs // 2
-        return _side_by_side(even_segments(half, ranks), even_segments(half, ranks, start=half)), False
+        return _side_by_side(_dealt(name, half, ranks), _dealt(name, half, ranks, start=half)), False
     if heads is None:
-        if leaf in (*_QUERIES_KEYS_VALUES, *_HEAD_AFTER_HEAD):
+        if leaf in (*_QUERIES_KEYS_VALUES, *HEAD_AFTER_HEAD):
             raise _unknown(name, "its parts are those of attention heads, and the module shows no heads")
-        return [[one] for one in even_segments(outputs, ranks)], False
+        return [[one] for one in _dealt(name, outputs, ranks)], False
     queries, groups, size = heads.queries * heads.size, heads.groups * heads.size, heads.size
     if leaf in _QUERIES_KEYS_VALUES and outputs == queries + 2 * groups:
         q = heads.query_segments()
@@ -229,9 +260,19 @@ def _columns(name: str, outputs: int, heads: Heads | None, ranks: int) -> tuple[
         return [[one] for one in segments], len(set(segments)) < ranks
     if outputs % heads.queries:
         raise _unknown(name, f"its {outputs} outputs are not those of {heads.queries} heads")
-    if outputs > 2 * queries and leaf not in _HEAD_AFTER_HEAD and heads.size * heads.queries * 3 == outputs:
+    if outputs > 2 * queries and leaf not in HEAD_AFTER_HEAD and heads.size * heads.queries * 3 == outputs:
         raise _unknown(name, "how queries, keys and values lie in it is not known by its name")
     return [[one] for one in even_segments(outputs, ranks, step=outputs // heads.queries)], False
+
+
+def _dealt(name: str, total: int, ranks: int, *, start: int = 0, step: int = 1) -> list[Segment]:
+    if total < ranks * step:
+        raise UnsupportedCombination(
+            f"tp={ranks} over the {total // step} channels of {name}",
+            why="some ranks would hold nothing of it",
+            fix=f"set tp to {total // step} or less",
+        )
+    return even_segments(total, ranks, start=start, step=step)
 
 
 def _side_by_side(*parts: list[Segment]) -> Parts:
@@ -264,7 +305,7 @@ def _experts(name: str, module: nn.Module, ranks: int) -> list[tuple[nn.Paramete
     half = down.shape[2]
     if up.dim() != 3 or up.shape[1] != 2 * half:
         raise _unknown(name, f"its weights are {tuple(up.shape)} and {tuple(down.shape)}")
-    pairs = _side_by_side(even_segments(half, ranks), even_segments(half, ranks, start=half))
+    pairs = _side_by_side(_dealt(name, half, ranks), _dealt(name, half, ranks, start=half))
     return [
         (up, Cut.of(up.shape, 1, pairs)),
         (down, Cut.of(down.shape, 2, [[one] for one in even_segments(half, ranks)])),
@@ -287,6 +328,12 @@ def _norms_of_heads(sharding: Sharding, modules: Mapping[str, nn.Module], cuts: 
             if entry is not None and not entry.style.startswith("replicate"):
                 continue
             for what, value in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                if (
+                    heads.groups > 1
+                    and value.shape == (heads.groups,)
+                    and heads.groups not in (heads.size, heads.queries)
+                ):
+                    raise _unknown(f"{full}.{what}", f"it has an entry for each of {heads.groups} key/value heads")
                 if heads.queries not in value.shape or heads.size == heads.queries or what == "inv_freq":
                     continue
                 of_keys = place.startswith("k_") and value.shape[0] == heads.groups

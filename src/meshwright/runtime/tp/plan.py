@@ -91,6 +91,7 @@ def plan_sharding(model: nn.Module, annotations: Mapping[str, str]) -> dict[str,
         UnsupportedCombination: the model publishes a style that is not known, or nothing says how to divide it.
     """
     modules = {name: module for name, module in model.named_modules() if name}
+    _require_no_adapters(model, modules)
     chosen = {
         name: Assigned("replicate", "default")
         for name, module in modules.items()
@@ -122,6 +123,16 @@ def _example(model: nn.Module) -> str:
             if one.in_features == other.out_features and one.out_features == other.in_features > one.in_features:
                 return json.dumps({_NUMBER.sub("*", up): "colwise", _NUMBER.sub("*", down): "rowwise"})
     return '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}'
+
+
+def _require_no_adapters(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    adapted = next((name for name, module in modules.items() if hasattr(module, "base_layer")), None)
+    if adapted is not None:
+        raise UnsupportedCombination(
+            f"tensor parallelism of a {type(model).__name__} with adapters ({adapted})",
+            why="each half of an adapter would have to be divided as the matrix that it adapts",
+            fix="set tp=1 and shard with zero=3, which takes PEFT's adapters as they are",
+        )
 
 
 def embedding_of(model: nn.Module) -> nn.Module | None:

@@ -10,7 +10,7 @@ import torch
 from meshwright.runtime.tensors import map_values
 from meshwright.runtime.vocabulary import loss as losses
 from meshwright.runtime.vocabulary.answers import Answers, blank_of, divided_in, local_of, whole_of
-from meshwright.runtime.vocabulary.columns import replicated, sum_over_ranks
+from meshwright.runtime.vocabulary.columns import Columns, replicated, sum_over_ranks
 from meshwright.runtime.vocabulary.tensor import VocabularyTensor
 
 __all__ = ["FUNCTIONS"]
@@ -205,17 +205,19 @@ def _gradient(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 @FUNCTIONS.to("grad.__set__")
 def _set_gradient(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     logits, gradient = args
-    logits.local.grad = None if gradient is None else _own(logits, gradient)
+    logits.local.grad = None if gradient is None else _own(logits.columns, gradient)
 
 
 @FUNCTIONS.to("register_hook")
 def _register_hook(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The hook sees the gradient as these logits are: divided."""
     logits, hook = args
+    made, columns = type(logits), logits.columns
 
+    # The graph holds the hook: one that held the logits would keep them, and the graph, alive.
     def called(gradient: torch.Tensor) -> torch.Tensor | None:
-        changed = hook(logits.root(gradient))
-        return None if changed is None else _own(logits, changed)
+        changed = hook(made.of(gradient, columns))
+        return None if changed is None else _own(columns, changed)
 
     return logits.local.register_hook(called)
 
@@ -239,5 +241,5 @@ def _under_autocast(logits: VocabularyTensor, function: Callable[[torch.Tensor],
     return logits.local.to(function(logits.local.new_zeros(1, 1)).dtype)
 
 
-def _own(logits: VocabularyTensor, gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.local if isinstance(gradient, VocabularyTensor) else logits.columns.take(gradient)
+def _own(columns: Columns, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.local if isinstance(gradient, VocabularyTensor) else columns.take(gradient)

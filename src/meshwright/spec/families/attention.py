@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from msgspec import Struct
 
 from meshwright.errors import UnsupportedCombination
@@ -14,37 +16,61 @@ __all__ = ["Heads", "attention", "fused_projection", "projections"]
 
 
 class Heads(Struct, frozen=True, kw_only=True):
-    """Query heads, key/value heads (`groups`) and channels per head, of the whole model."""
+    """Query heads, key/value heads (`groups`) and channels per head, of the whole model.
+
+    `fused`: queries, keys and values come from one product.
+    """
 
     heads: int
     groups: int
     size: int
+    fused: bool = False
 
     def on(self, layout: Layout) -> Heads:
-        """Those of one tensor-parallel rank. Fewer key/value heads than ranks are replicated.
+        """Those of one tensor-parallel rank's attention. Fewer key/value heads than ranks are replicated; where neither
+        number divides the other, a rank picks one for each of its query heads.
 
         Raises:
             UnsupportedCombination: tp does not divide the heads.
         """
-        if not self.divides(layout.tp):
-            legal = ", ".join(str(t) for t in range(1, self.heads + 1) if self.divides(t))
+        if not self.divides(layout):
+            legal = ", ".join(str(t) for t in range(1, self.heads + 1) if self.divides(_with(layout, t)))
             raise UnsupportedCombination(
                 f"tp={layout.tp} does not divide {self.heads} heads over {self.groups} key/value heads",
                 why="every rank takes the same number of heads, and whole groups or one group of them",
                 fix=f"set tp to one of {legal}",
             )
-        return Heads(heads=self.heads // layout.tp, groups=max(1, self.groups // layout.tp), size=self.size)
+        here = self.heads // layout.tp
+        groups = here if self.selects(layout) else max(1, self.groups // layout.tp)
+        return Heads(heads=here, groups=groups, size=self.size)
 
-    def divides(self, tp: int) -> bool:
-        """Whether tp ranks can share the heads."""
-        return self.heads % tp == 0 and (self.groups % tp == 0 or tp % self.groups == 0)
+    def divides(self, layout: Layout) -> bool:
+        """Whether the layout's tensor-parallel ranks can share the heads."""
+        if self.heads % layout.tp:
+            return False
+        if layout.stack == "eager":
+            return not self.fused or self.groups % layout.tp == 0
+        return not self.selects(layout)
+
+    def selects(self, layout: Layout) -> bool:
+        """Whether a rank computes all key/value heads and picks one for each of its queries."""
+        return self.groups % layout.tp != 0 and layout.tp % self.groups != 0
+
+
+def _with(layout: Layout, tp: int) -> Layout:
+    return replace(layout, tp=tp, sequence_parallel=False)
 
 
 def projections(tape: Tape, x: Value, heads: Heads, *, bias: bool = False) -> tuple[Value, Value, Value]:
     """Queries, keys and values by three products; `heads` are the whole model's."""
-    here = heads.on(tape.layout)
-    widths = (here.heads * here.size, here.groups * here.size, here.groups * here.size)
-    q, k, v = (tape.linear(x, width, bias=bias, parallel="column", local=width) for width in widths)
+    here, selects = heads.on(tape.layout), heads.selects(tape.layout)
+    query, key = here.heads * here.size, (heads.groups if selects else here.groups) * here.size
+    # Of heads that several ranks hold, each has the gradient of its own queries.
+    slices = 1 if selects else heads.groups if tape.layout.tp > heads.groups else 0
+    q = tape.linear(x, query, bias=bias, parallel="column", local=query)
+    k, v = (tape.linear(x, key, bias=bias, parallel="column", local=key, slices=slices) for _ in range(2))
+    if selects:
+        k, v = (tape.apply("pick", [y], [tape.new(y.rows, query)]) for y in (k, v))
     return q, k, v
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal
 
 from meshwright.spec.families.record import Storage, Value
@@ -23,7 +24,8 @@ def block_of(
     matrix products and attention make; full recompute keeps the input. Only layers recompute. While a recomputed
     layer's backward runs, there are besides that all tensors an operation keeps; of the outputs kept by selective
     recompute those that are used up in between are gone again, but not those made after the last tensor that is kept,
-    where the second forward stops.
+    where the second forward stops. Collectives before that are executed again. (Other stacks' full recompute executes
+    all of them again, and their selective one none.)
 
     Args:
         output: what leaves the block.
@@ -50,6 +52,7 @@ def block_of(
         tied_parameters=tape.tied_elements,
         tensors=tuple(parameter.shape for parameter in tape.parameters),
         experts=tuple(parameter.shape for parameter in tape.experts),
+        shares=tuple(held.shape for held in tape.parameters for _ in range(held.slices)),
         forward_flops=sum(operation.flops for operation in operations),
         backward_flops=sum(operation.backward_flops for operation in operations),
         causal_flops=sum(operation.causal_flops for operation in operations),
@@ -62,7 +65,7 @@ def block_of(
         buffer_bytes=tape.buffer_bytes,
         output_bytes=output.bytes,
         backward_extra_bytes=output.bytes,
-        collectives=_merged(tape.collectives),
+        collectives=_merged(tape.collectives, stop if kind == "layer" else -1, eager=tape.eager),
         products=tuple(operation.work for operation in operations if isinstance(operation.work, Product)),
         attention=tuple(operation.work for operation in operations if isinstance(operation.work, AttentionWork)),
         element_bytes=traffic.forward_bytes,
@@ -83,23 +86,32 @@ def _elements(shape: tuple[int, ...]) -> int:
     return count
 
 
-def _merged(collectives: Iterable[BlockCollective]) -> tuple[BlockCollective, ...]:
-    """Equal collectives as one, with the number of times added up."""
+def _merged(
+    collectives: Iterable[tuple[int, BlockCollective]], stop: int, *, eager: bool
+) -> tuple[BlockCollective, ...]:
+    """Equal collectives as one, with the number of times added up.
+
+    Args:
+        collectives: each with how many operations stand before it.
+        stop: the last operation that recompute executes again; negative where nothing is.
+    """
     forward: Counter[tuple[str, str, int]] = Counter()
     backward: Counter[tuple[str, str, int]] = Counter()
+    again: Counter[tuple[str, str, int]] = Counter()
     first: dict[tuple[str, str, int], BlockCollective] = {}
-    for one in collectives:
+    for place, one in collectives:
         key = (one.kind, one.dimension, one.message_bytes)
         first.setdefault(key, one)
         forward[key] += one.forward
         backward[key] += one.backward
+        again[key] += one.forward if stop >= 0 and (place <= stop or not eager) else 0
     return tuple(
-        BlockCollective(
-            kind=one.kind,
-            dimension=one.dimension,
-            message_bytes=one.message_bytes,
+        replace(
+            one,
             forward=forward[key],
             backward=backward[key],
+            selective=again[key] if eager else 0,
+            full=again[key],
         )
         for key, one in first.items()
     )

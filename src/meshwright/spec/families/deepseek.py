@@ -186,6 +186,7 @@ def _model(
         predicts=head.predicts,
         divided=(*([("intermediate_size", inner)] if dense else []), *divided),
         experts=mixture.count if dense < layers else 0,
+        whole_only="the keys and values of all its heads come from one narrow product, which is not divided",
         source=keys.source(),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from meshwright.errors import ConfigError, UnsupportedCombination
@@ -40,7 +40,10 @@ class DecoderModel:
     """A decoder: an embedding, layers, a head. Satisfies `Described`.
 
     `layers` names the kind of each layer; layers of one kind cost the same. `embedding`, `layer` and `head` record the
-    blocks on a tape and hand back what leaves them. `divided` names the widths that tp has to divide, besides heads.
+    blocks on a tape and hand back what leaves them. `divided` names the widths that tp has to divide, besides heads, in
+    stacks whose kernels want equal parts. `joins`: sequences that were cut are put together before the head.
+    `whole_only` and `uncut` say why this runtime, whose stack is eager, cannot divide the model by tp, or cut its
+    sequences; empty where it can.
     `longest` is the number of positions the model has, 0 where it is not limited. `predicts` is the vocabulary over
     which the loss is taken, 0 where the model has none. `experts` is the number of experts, 0 for a dense model.
     """
@@ -56,6 +59,9 @@ class DecoderModel:
     divided: tuple[tuple[str, int], ...] = ()
     longest: int = 0
     experts: int = 0
+    joins: bool = False
+    whole_only: str = ""
+    uncut: str = ""
     source: str = ""
 
     def at(self, layout: Layout) -> ModelSpec:
@@ -67,9 +73,9 @@ class DecoderModel:
         """
         self._check(layout)
         first, last = Tape(layout), Tape(layout)
-        embedding = block_of("embed_tokens", "embedding", first, self.embedding(first))
+        embedding = block_of("embed_tokens", "embedding", first, self._entering(first))
         kinds = {kind: self._layer(layout, kind) for kind in dict.fromkeys(self.layers)}
-        head = block_of("lm_head", "head", last, self.head(last, last.input(self.hidden)))
+        head = block_of("lm_head", "head", last, self._leaving(last))
         vocabulary = -(-self.predicts // layout.tp)
         label = _LABEL_BYTES if self.predicts else 0
         forward, backward = _loss_traffic(last, vocabulary)
@@ -81,11 +87,24 @@ class DecoderModel:
                 *(kinds[kind].named(f"layers.{index}") for index, kind in enumerate(self.layers)),
                 head,
             ),
-            loss_bytes=layout.tokens * (vocabulary * last.wide_bytes + label),
+            loss_bytes=layout.tokens * (_loss_kept(last, vocabulary) + label),
             loss_element_bytes=forward,
             backward_loss_element_bytes=backward,
             source=self.source,
         )
+
+    def _entering(self, tape: Tape) -> Value:
+        """The embedding. The runtime cuts sequences behind it; other stacks cut them inside."""
+        if not (tape.sequence_parallel and tape.eager):
+            return self.embedding(tape)
+        tape.cut_sequences(False)
+        return tape.split_sequence(self.embedding(tape))
+
+    def _leaving(self, tape: Tape) -> Value:
+        x = tape.input(self.hidden)
+        if tape.sequence_parallel and tape.eager and (self.joins or not self.predicts):
+            x = tape.join_sequence(x)
+        return self.head(tape, x)
 
     def _layer(self, layout: Layout, kind: str) -> BlockSpec:
         tape = Tape(layout)
@@ -105,10 +124,14 @@ class DecoderModel:
                 why="expert parallelism lays experts over ranks",
                 fix="set ep=1",
             )
+        self._check_stack(layout)
         tp = layout.tp
-        if not self._divides(tp):
-            legal = ", ".join(str(t) for t in range(1, self.heads.heads + 1) if self._divides(t))
-            widths = "".join(f", {name} {size}" for name, size in self.divided)
+        if not self._divides(layout):
+            degrees = range(1, self.heads.heads + 1)
+            alone = replace(layout, sequence_parallel=False)
+            legal = ", ".join(str(t) for t in degrees if self._divides(replace(alone, tp=t)))
+            parts = self.divided if layout.stack != "eager" else ()
+            widths = "".join(f", {name} {size}" for name, size in parts)
             raise UnsupportedCombination(
                 f"tp={tp} does not divide {self.name}",
                 why=f"every rank takes an equal part of {self.heads.heads} heads "
@@ -116,19 +139,49 @@ class DecoderModel:
                 fix=f"set tp to one of {legal}",
             )
 
-    def _divides(self, tp: int) -> bool:
-        return self.heads.divides(tp) and all(size % tp == 0 for _, size in self.divided)
+    def _check_stack(self, layout: Layout) -> None:
+        """Refuse what this runtime cannot do with the model; other stacks may."""
+        if layout.stack != "eager" or layout.tp == 1:
+            return
+        if self.whole_only:
+            raise UnsupportedCombination(
+                f"tp={layout.tp} of {self.name}", why=self.whole_only, fix="set tp=1 and shard with zero=3"
+            )
+        if layout.sequence_parallel and self.uncut:
+            raise UnsupportedCombination(
+                f"sequence parallelism of {self.name}", why=self.uncut, fix="set sequence_parallel=false"
+            )
+
+    def _divides(self, layout: Layout) -> bool:
+        equal = layout.stack == "eager" or all(size % layout.tp == 0 for _, size in self.divided)
+        return equal and self.heads.divides(layout)
+
+
+def _loss_kept(tape: Tape, vocabulary: int) -> int:
+    """Bytes of each token that cross entropy keeps besides the logits.
+
+    Over this rank's part of a vocabulary it keeps the logits themselves, in float32 or wider, and two numbers of each
+    row; else the logarithms of the softmax.
+    """
+    narrow, wide = vocabulary * tape.compute_bytes, vocabulary * tape.wide_bytes
+    if not tape.eager or tape.layout.tp == 1:
+        return wide
+    return (wide if wide > narrow else 0) + 2 * tape.wide_bytes
 
 
 def _loss_traffic(tape: Tape, vocabulary: int) -> tuple[int, int]:
     """Bytes that cross entropy over this rank's part of the vocabulary reads and writes, forward and backward.
 
     Operations one by one: a cast to float32 where the logits are narrower, the logarithm of a softmax, and of it the
-    labels' values; back, a gradient that is zero but for them, that of the softmax, and the cast. A fused kernel reads
-    the logits twice, for their maximum and sum and for the labels; back, it reads them and writes their gradient.
+    labels' values; back, a gradient that is zero but for them, that of the softmax, and the cast. Over a part of the
+    vocabulary: the maximum, the difference to it, its exponential and the sum of those; back, four steps in place to
+    the gradient, and it is put beside the padding. A fused kernel reads the logits twice, for their maximum and sum and
+    for the labels; back, it reads them and writes their gradient.
     """
     narrow, wide = (tape.layout.tokens * vocabulary * size for size in (tape.compute_bytes, tape.wide_bytes))
     if not tape.eager:
         return 2 * narrow, 2 * narrow
     cast = narrow + wide if wide > narrow else 0
+    if tape.layout.tp > 1:
+        return cast + 6 * wide, 8 * wide + cast + 3 * narrow
     return cast + 2 * wide, wide + 3 * wide + cast

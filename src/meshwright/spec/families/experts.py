@@ -48,10 +48,12 @@ def experts(
     """Gated experts: each row of x goes through `chosen` of `count` networks of `width` channels.
 
     The result is their sum with the weights `share`. Rows are sorted by expert and go through two grouped products.
-    The experts' weights are two tensors of `count` / ep matrices each, whole on every tensor-parallel rank, which runs
-    them on its rows of the stream. Tokens are taken as spread evenly over the experts, so that a rank receives as many
-    rows as it sends; under expert parallelism all_to_all brings them there and back (Lepikhin et al. 2020,
-    arXiv 2006.16668). Kept: both inputs and the middle of every network, its output and weight, and the rows' places.
+    The experts' weights are two tensors of `count` / ep matrices each. The runtime divides their channels by tp and
+    sums the results, as of any MLP; under expert parallelism and in other stacks they are whole on every
+    tensor-parallel rank, which runs them on its rows of the stream. Tokens are taken as spread evenly over the experts,
+    so that a rank receives as many rows as it sends; under expert parallelism all_to_all brings them there and back
+    (Lepikhin et al. 2020, arXiv 2006.16668). Kept: both inputs and the middle of every network, its output and weight,
+    and the rows' places.
 
     Raises:
         UnsupportedCombination: ep does not divide the experts.
@@ -64,6 +66,11 @@ def experts(
             why="expert parallelism gives every rank the same number of experts",
             fix=f"set ep to one of {legal}",
         )
+    divided = tape.eager and ep == 1 and tape.layout.tp > 1
+    if divided:
+        tape.another_module()
+        x, share = tape.enter(x), tape.enter(share)
+        width = tape.share(width, "the experts' width")
     rows, hidden = x.rows * chosen, x.width
     source, order, back = (tape.new(rows, 1, _ID_BYTES, grad=False) for _ in range(3))
     tape.apply("sort", [order], [order, source])
@@ -71,15 +78,16 @@ def experts(
     part = _gathered(tape, share, order, 1)
     if ep > 1:
         tape.collective("all_to_all", "ep", into.bytes, forward=2, backward=2)
-    mixed = _product(tape, into, (count // ep, 2 * width, hidden), 2 * width)
+    mixed = _product(tape, into, (count // ep, 2 * width, hidden), 2 * width, laid=not divided)
     gate, up = tape.split(mixed, width, width)
-    out = _product(tape, tape.gated(gate, up, activation), (count // ep, hidden, width), hidden)
+    out = _product(tape, tape.gated(gate, up, activation), (count // ep, hidden, width), hidden, laid=not divided)
     wide = max(out.itemsize, part.itemsize)
     product = tape.new(rows, hidden, wide)
     steps = tape.multiplied(out, part, product)
     weighted = tape.apply("multiply", [out, part], [product], saves=[out, part], backward=steps)
     weighted = _gathered(tape, weighted, back, hidden)
-    return tape.cast(tape.apply("sum", [weighted], [tape.new(x.rows, hidden, wide)]), x.itemsize)
+    routed = tape.cast(tape.apply("sum", [weighted], [tape.new(x.rows, hidden, wide)]), x.itemsize)
+    return tape.leave(routed) if divided else routed
 
 
 def _gathered(tape: Tape, x: Value, places: Value, width: int) -> Value:
@@ -93,10 +101,11 @@ def _spread(tape: Tape, x: Value, out: Value, places: Value) -> Backward | None:
     return Backward(x.bytes + 3 * out.bytes + places.bytes, 2) if tape.eager and x.grad else None
 
 
-def _product(tape: Tape, x: Value, shape: tuple[int, ...], outputs: int) -> Value:
+def _product(tape: Tape, x: Value, shape: tuple[int, ...], outputs: int, *, laid: bool) -> Value:
+    """`laid`: expert parallelism lays the weights over ranks."""
     return tape.apply(
         "grouped_matmul",
-        [x, tape.parameter(*shape, expert=True)],
+        [x, tape.parameter(*shape, expert=laid, slices=0)],
         [tape.new(x.rows, outputs)],
         saves=[x],
         product=True,

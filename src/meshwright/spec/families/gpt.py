@@ -14,6 +14,8 @@ from meshwright.spec.families.tape import Tape
 
 __all__ = ["bloom", "gpt2", "gpt_neox", "mpt", "opt", "phi"]
 
+_UNPUBLISHED = "its class publishes no plan that says which of its modules are divided"
+
 
 def gpt2(keys: Keys) -> DecoderModel:
     """model_type gpt2: learned positions, fused projections, weights stored as inputs x outputs."""
@@ -60,8 +62,14 @@ def gpt2(keys: Keys) -> DecoderModel:
         predicts=head.predicts,
         divided=(("n_inner", inner),),
         longest=positions,
+        joins=True,  # the class gives the last norm's output the shape of the whole sequence
         source=keys.source(),
     )
+
+
+def _head_norm(tape: Tape, x: Value, size: int) -> Value:
+    """A norm over the channels of each head."""
+    return tape.layer_norm(x.view(x.elements // size, size), of_heads=True).view(x.rows, x.width)
 
 
 def gpt_neox(keys: Keys) -> DecoderModel:
@@ -154,6 +162,7 @@ def opt(keys: Keys) -> DecoderModel:
         predicts=head.predicts,
         divided=(("ffn_dim", inner),),
         longest=positions,
+        uncut="its MLPs see the tokens of all sequences in one row",
         source=keys.source(),
     )
 
@@ -198,6 +207,7 @@ def bloom(keys: Keys) -> DecoderModel:
         layer=layer,
         head=lambda tape, x: outputs(tape, tape.layer_norm(x), head),
         predicts=head.predicts,
+        whole_only=_UNPUBLISHED,
         source=keys.source(),
     )
 
@@ -262,6 +272,7 @@ def mpt(keys: Keys) -> DecoderModel:
         head=lambda tape, x: outputs(tape, tape.layer_norm(x, bias=False), head),
         predicts=head.predicts,
         longest=positions,
+        whole_only=_UNPUBLISHED,
         source=keys.source(),
     )
 
@@ -290,7 +301,7 @@ def phi(keys: Keys) -> DecoderModel:
         q, k, v = projections(tape, normed, heads, bias=True)
         here = heads.on(tape.layout)
         if normed_heads:
-            q, k = (tape.layer_norm(y.view(y.elements // here.size, here.size)).view(y.rows, y.width) for y in (q, k))
+            q, k = (_head_norm(tape, y, here.size) for y in (q, k))
         q = tape.rotate(q, here.heads, rotary, joined=True)
         k = tape.rotate(k, here.groups, rotary, joined=True)
         mixed = attention(tape, q, k, v, heads, dropout=dropping, headwise=True)

@@ -6,6 +6,7 @@ Each follows the class of Hugging Face transformers 5.24 of the same model_type,
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from meshwright.spec.families.attention import Heads, attention, fused_projection, projections
 from meshwright.spec.families.config import Keys
@@ -138,7 +139,7 @@ def self_attention(tape: Tape, x: Value, shape: LlamaShape, window: int) -> Valu
 
 def _head_norm(tape: Tape, x: Value, size: int, *, offset: bool) -> Value:
     """A norm over the channels of each head."""
-    return tape.rms_norm(x.view(x.elements // size, size), offset=offset).view(x.rows, x.width)
+    return tape.rms_norm(x.view(x.elements // size, size), offset=offset, of_heads=True).view(x.rows, x.width)
 
 
 # --- from config.json -------------------------------------------------------------------------------------------------
@@ -237,7 +238,7 @@ def phi3(keys: Keys) -> DecoderModel:
     """model_type phi3: fused projections, rotation of a part of each head, dropout on the residual stream."""
     hidden = keys.size("hidden_size", default=3072)
     window = keys.size("sliding_window", default=0, null=0, least=0)
-    heads = _heads(keys, hidden, heads=32, groups=None)
+    heads = replace(_heads(keys, hidden, heads=32, groups=None), fused=True)
     keys.unused("embd_pdrop")  # the class reads it, but drops nothing there
     shape = LlamaShape(
         vocabulary=keys.size("vocab_size", default=32064),

@@ -20,6 +20,7 @@ from meshwright.spec.families.tape import Tape
 __all__ = ["mixtral", "qwen2_moe", "qwen3_moe"]
 
 _DENSE = "dense "
+_UNCUT = "its routers choose experts for the tokens of a whole sequence"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,7 @@ def _model(keys: Keys, shape: LlamaShape, mixture: _Mixture, kinds: tuple[str, .
     plain = llama_model(keys.name, shape, kinds, source=keys.source())
     widths = [("intermediate_size", shape.intermediate)] if any(kind.startswith(_DENSE) for kind in kinds) else []
     widths += [("shared_expert_intermediate_size", mixture.shared)] if mixture.shared else []
-    return replace(plain, layer=_layer(shape, mixture), divided=tuple(widths), experts=mixture.count)
+    return replace(plain, layer=_layer(shape, mixture), divided=tuple(widths), experts=mixture.count, uncut=_UNCUT)
 
 
 def _layer(shape: LlamaShape, mixture: _Mixture) -> Callable[[Tape, Value, str], Value]:
@@ -170,7 +171,9 @@ def _layer(shape: LlamaShape, mixture: _Mixture) -> Callable[[Tape, Value, str],
 
 
 def _mixed(tape: Tape, x: Value, mixture: _Mixture) -> Value:
-    shared = gated_mlp(tape, x, mixture.shared, mixture.activation) if mixture.shared else None
+    shared = None
+    if mixture.shared:  # the plan that its class publishes leaves this expert whole
+        shared = gated_mlp(tape, x, mixture.shared, mixture.activation, whole=tape.eager)
     share = softmax_router(
         tape,
         x,

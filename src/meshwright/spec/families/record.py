@@ -69,10 +69,15 @@ class Value(Struct, frozen=True, eq=False):
 
 
 class Parameter(Struct, frozen=True, eq=False):
-    """A parameter as this rank holds it, in the compute dtype."""
+    """A parameter as this rank holds it, in the compute dtype.
+
+    `slices`: over the tensor-parallel ranks there are so many different ones, and the gradient of each is the sum over
+    the ranks that hold it; 0: every rank's gradient is whole.
+    """
 
     shape: tuple[int, ...]
     itemsize: int
+    slices: int = 0
 
     @property
     def bytes(self) -> int:
@@ -137,7 +142,8 @@ class Operation(Struct, frozen=True):
 
 @dataclass
 class Record:
-    """Operations in forward order, and what they need: parameters, buffers, collectives.
+    """Operations in forward order, and what they need: parameters, buffers, collectives, each with how many operations
+    stand before it.
 
     `compute_bytes` and `wide_bytes` are bytes per element of the compute dtype and of the dtype in which norms, softmax
     and losses are computed (float32 or wider).
@@ -147,7 +153,7 @@ class Record:
     operations: list[Operation] = field(default_factory=list)
     parameters: list[Parameter] = field(default_factory=list)
     experts: list[Parameter] = field(default_factory=list)
-    collectives: list[BlockCollective] = field(default_factory=list)
+    collectives: list[tuple[int, BlockCollective]] = field(default_factory=list)
     tied_elements: int = 0
     fixed_bytes: int = 0
     buffer_bytes: int = 0
@@ -156,9 +162,13 @@ class Record:
         self.compute_bytes = self.layout.compute_bytes
         self.wide_bytes = max(self.compute_bytes, _FLOAT32_BYTES)
         self.eager = self.layout.stack == "eager"
-        self.sequence_parallel = self.layout.sequence_parallel and self.layout.tp > 1
+        self.cut_sequences(self.layout.sequence_parallel and self.layout.tp > 1)
+
+    def cut_sequences(self, cut: bool) -> None:
+        """Whether each tensor-parallel rank has a part of the tokens from here on, or all of them."""
+        self.sequence_parallel = cut
         #: Rows of the residual stream: tokens of this rank, divided by tp under sequence parallelism.
-        self.rows = self.layout.tokens // (self.layout.tp if self.sequence_parallel else 1)
+        self.rows = self.layout.tokens // (self.layout.tp if cut else 1)
 
     # --- values -------------------------------------------------------------------------------------------------------
 
@@ -177,9 +187,15 @@ class Record:
         self.fixed_bytes += value.bytes
         return value
 
-    def parameter(self, *shape: int, expert: bool = False) -> Parameter:
-        """A parameter that this block owns, by its shape on this rank; `expert`: expert parallelism lays it out."""
-        made = Parameter(shape, self.compute_bytes)
+    def parameter(self, *shape: int, expert: bool = False, slices: int | None = None) -> Parameter:
+        """A parameter that this block owns, by its shape on this rank; `expert`: expert parallelism lays it out.
+
+        `slices` as in `Parameter`. Left out, it is whole on every rank: where sequences are cut, the gradient is that
+        of this rank's tokens. (Other stacks' reductions of it are not counted.)
+        """
+        if slices is None:
+            slices = int(self.sequence_parallel)
+        made = Parameter(shape, self.compute_bytes, slices if self.eager else 0)
         self.parameters.append(made)
         if expert:
             self.experts.append(made)
@@ -192,19 +208,19 @@ class Record:
         return made
 
     def share(self, size: int, what: str) -> int:
-        """A rank's part of `size` under tensor parallelism.
+        """A rank's part of `size` under tensor parallelism: the largest, where tp does not divide it.
 
         Raises:
-            UnsupportedCombination: tp does not divide it.
+            UnsupportedCombination: tp does not divide it, and the stack's kernels want equal parts.
         """
-        if size % self.layout.tp:
+        if size % self.layout.tp and not self.eager:
             legal = ", ".join(str(t) for t in range(1, min(size, 64) + 1) if size % t == 0)
             raise UnsupportedCombination(
                 f"tp={self.layout.tp} does not divide {what}={size}",
                 why="tensor parallelism gives every rank an equal part of each matrix",
                 fix=f"set tp to one of {legal}",
             )
-        return size // self.layout.tp
+        return -(-size // self.layout.tp)
 
     # --- operations ---------------------------------------------------------------------------------------------------
 

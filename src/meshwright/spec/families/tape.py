@@ -6,7 +6,8 @@ kernel that keeps its inputs and what of a row its backward needs (the counts of
 
 Tensor parallelism (Shoeybi et al., arXiv 1909.08053): a `column` product divides its outputs, a `row` product its
 inputs. The residual stream between them is whole on every rank, or cut along the sequence under sequence parallelism;
-entering and leaving it is recorded as collectives.
+entering and leaving it is recorded as collectives. Under `stack="eager"` they are those that the runtime executes, with
+the copies that they need.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from meshwright.errors import ConfigError
-from meshwright.spec.families.record import Backward, Parameter, Record, Value
+from meshwright.spec.families.record import Backward, Operation, Parameter, Record, Value
 from meshwright.spec.model import BlockCollective, Product
 
 __all__ = ["ACTIVATIONS", "Tape"]
@@ -56,11 +57,17 @@ class Tape(Record):
         Under tensor parallelism the vocabulary is padded to a multiple of tp and cut; partial rows are summed.
         """
         tokens = self.layout.tokens
-        table = self.parameter(-(-vocabulary // self.layout.tp), width)
+        table = self.parameter(-(-vocabulary // self.layout.tp), width, slices=0)
         ids = self.new(tokens, 1, _ID_BYTES, grad=False)
         out = self.new(tokens, width)
-        self._look_up(ids, out, Backward(ids.bytes + out.bytes + table.bytes))
-        return self._leave(out)
+        if self.layout.tp == 1 or not self.eager:
+            self._look_up(ids, out, Backward(ids.bytes + out.bytes + table.bytes))
+            return self.leave(out)
+        own, here = (self.new(tokens, 1, size, grad=False) for size in (_ID_BYTES, 1))
+        self.apply("own rows", [ids], [own, here], saves=[ids], kernels=4)
+        self._look_up(own, out, Backward(own.bytes + out.bytes + table.bytes))
+        masked = self.apply("mask", [out, here], [self.new(tokens, width)], saves=[here])
+        return self.leave(masked)
 
     def embed_positions(self, positions: int, width: int, *, each_sequence: bool = False) -> Value:
         """Learned positions of this rank's tokens; `each_sequence`: looked up anew for each of a microbatch."""
@@ -99,15 +106,16 @@ class Tape(Record):
         bias: bool = False,
         parallel: Literal["column", "row"] | None = None,
         local: int = 0,
+        slices: int = 0,
         tied: bool = False,
         transposed: bool = False,
         what: str = "a matrix's outputs",
     ) -> Value:
         """x times a matrix of `outputs` rows. Kept: x.
 
-        `column` divides the outputs by tp (`local` is this rank's number where it is not an equal share), `row` takes
-        an x that is divided already and sums the partial results; without `parallel` every rank holds all of it.
-        `transposed`: the weight is stored as inputs x outputs.
+        `column` divides the outputs by tp (`local` is this rank's number where it is not an equal share, `slices` as in
+        `Parameter`), `row` takes an x that is divided already and sums the partial results; without `parallel` every
+        rank holds all of it. `transposed`: the weight is stored as inputs x outputs.
 
         Raises:
             UnsupportedCombination: tp does not divide `outputs`, named `what`.
@@ -119,11 +127,13 @@ class Tape(Record):
         if not self.sequence_parallel or self.layout.stack != "fused" or parallel != "column":
             source = x  # fused kernels gather the sequence again in backward instead of keeping it whole
         shape = (x.width, outputs) if transposed else (outputs, x.width)
-        weight = (self.borrowed if tied else self.parameter)(*shape)
+        held = slices if parallel == "column" else 0 if parallel else None
+        weight = self.borrowed(*shape) if tied else self.parameter(*shape, slices=held)
         reads: list[Value | Parameter] = [x, weight]
         if bias:
-            reads.append(self.parameter(outputs))
-        scattered = parallel == "row" and self.sequence_parallel
+            reads.append(self.parameter(outputs, slices=held if parallel == "column" else None))
+        # Selective recompute keeps what the product makes: another stack's kernels scatter it at once.
+        scattered = parallel == "row" and self.sequence_parallel and not self.eager
         out = self.new(x.rows, outputs)
         summed = out.bytes + reads[-1].bytes if bias and self.layout.stack != "fused" else 0  # the bias's gradient
         added = 3 * weight.bytes if tied else 0  # to the gradient of the same matrix as embedding
@@ -136,7 +146,7 @@ class Tape(Record):
             work=Product(x.rows, x.width, outputs),
             backward=Backward(summed + added, 2 + (summed > 0) + (added > 0)),
         )
-        return self._leave(out) if parallel == "row" else out
+        return self.leave(out) if parallel == "row" else out
 
     def matmul(self, x: Value, y: Value, out: Value, work: Product, *, skipped: int = 0) -> Value:
         """A product of two activations; both are kept. `skipped`: flops of masked pairs."""
@@ -154,27 +164,58 @@ class Tape(Record):
             return self._entered[x]
         whole = x
         if self.sequence_parallel:
-            whole = self.new(x.rows * self.layout.tp, x.width)
-            self.apply("all_gather", [x], [whole], kernels=0)
             again = 1 if self.layout.stack == "fused" else 0
-            self.collective("all_gather", "tp", whole.bytes, forward=1, backward=again)
-            self.collective("reduce_scatter", "tp", whole.bytes, forward=0, backward=1)
+            self.collective("all_gather", "tp", x.bytes * self.layout.tp, forward=1, backward=again)
+            self.collective("reduce_scatter", "tp", x.bytes * self.layout.tp, forward=0, backward=1)
+            whole = self._gathered(x)
         else:
             self.collective("all_reduce", "tp", x.bytes, forward=0, backward=1)
-        self._entered[x] = whole
+            if self.eager:  # the gradient is summed in a copy
+                copied = Backward(2 * x.bytes)
+                self.operations.append(Operation("enter", 0, reads=(x,), kernels=0, backward=copied))
+        self._entered[x] = self._entered[whole] = whole
         return whole
 
-    def _leave(self, out: Value) -> Value:
+    def another_module(self) -> None:
+        """What follows is computed by another module: the runtime enters its inputs anew."""
+        if self.eager:
+            self._entered.clear()
+
+    def _gathered(self, x: Value) -> Value:
+        """All tokens of parts of them. Each rank's lie behind those of the rank before: they are put in order."""
+        whole = self.new(x.rows * self.layout.tp, x.width)
+        if not self.eager:
+            return self.apply("all_gather", [x], [whole], kernels=0)
+        pieces = self.apply("all_gather", [x], [self.new(whole.rows, x.width)], kernels=0)
+        return self.apply("put in order", [pieces], [whole], backward=Backward(2 * whole.bytes))
+
+    def leave(self, out: Value) -> Value:
         """The sum of partial results over tp, back in the residual stream."""
         if self.layout.tp == 1:
             return out
         if not self.sequence_parallel:
             self.collective("all_reduce", "tp", out.bytes, forward=1, backward=0)
-            return out
+            return self.contiguous(out) if self.eager else out  # summed in a copy
         self.collective("reduce_scatter", "tp", out.bytes, forward=1, backward=0)
         self.collective("all_gather", "tp", out.bytes, forward=0, backward=1)
         part = self.new(out.rows // self.layout.tp, out.width)
-        return self.apply("reduce_scatter", [out], [part], product=True, kernels=0)
+        if self.eager:
+            pieces = self.new(out.rows, out.width)
+            out = self.apply("put in order", [out], [pieces], backward=Backward(2 * out.bytes))
+        return self.apply("reduce_scatter", [out], [part], product=not self.eager, kernels=0)
+
+    def split_sequence(self, x: Value) -> Value:
+        """This rank's part of a stream that every rank has; its gradient is gathered."""
+        self.cut_sequences(True)
+        self.collective("all_gather", "tp", x.bytes, forward=0, backward=1)
+        part = self.new(self.rows, x.width)
+        return self.apply("split", [part], [part], backward=Backward(2 * x.bytes))
+
+    def join_sequence(self, x: Value) -> Value:
+        """The whole stream of every rank's part, for what all of them compute alike: backward takes its part."""
+        self.cut_sequences(False)
+        self.collective("all_gather", "tp", x.bytes * self.layout.tp, forward=1, backward=0)
+        return self._gathered(x)
 
     def collective(
         self,
@@ -186,20 +227,20 @@ class Tape(Record):
         backward: int,
     ) -> None:
         """Note a collective of the block, `forward` and `backward` times per microbatch."""
-        self.collectives.append(
-            BlockCollective(
-                kind=kind, dimension=dimension, message_bytes=message_bytes, forward=forward, backward=backward
-            )
+        noted = BlockCollective(
+            kind=kind, dimension=dimension, message_bytes=message_bytes, forward=forward, backward=backward
         )
+        self.collectives.append((len(self.operations), noted))
 
     # --- norms and elementwise functions ------------------------------------------------------------------------------
 
-    def rms_norm(self, x: Value, *, offset: bool = False) -> Value:
+    def rms_norm(self, x: Value, *, offset: bool = False, of_heads: bool = False) -> Value:
         """RMSNorm over the width (Zhang and Sennrich 2019), computed in float32 or wider.
 
-        `offset`: Gemma's, whose weight is 1 + w and multiplies before the result is cast back.
+        `offset`: Gemma's, whose weight is 1 + w and multiplies before the result is cast back. `of_heads`: of each of
+        this rank's heads.
         """
-        weight = self.parameter(x.width)
+        weight = self.parameter(x.width, slices=self._slices(of_heads=of_heads))
         c = x.itemsize
         if not self.eager:
             root = self.new(x.rows, 1, _STATISTIC_BYTES, grad=False)
@@ -213,12 +254,18 @@ class Tape(Record):
             return self.cast(self.multiply(normed, weight), c)
         return self.multiply(self.cast(normed, c), weight)
 
-    def layer_norm(self, x: Value, *, affine: bool = True, bias: bool = True) -> Value:
-        """LayerNorm over the width. Kept: x, and mean and reciprocal deviation of each row."""
-        weights = [self.parameter(x.width) for kept in (affine, affine and bias) if kept]
+    def layer_norm(self, x: Value, *, affine: bool = True, bias: bool = True, of_heads: bool = False) -> Value:
+        """LayerNorm over the width, or (`of_heads`) of each of this rank's heads. Kept: x, and mean and reciprocal
+        deviation of each row."""
+        slices = self._slices(of_heads=of_heads)
+        weights = [self.parameter(x.width, slices=slices) for kept in (affine, affine and bias) if kept]
         mean, deviation = (self.new(x.rows, 1, _STATISTIC_BYTES, grad=False) for _ in range(2))
         out = self.new(x.rows, x.width, x.itemsize)
         return self.apply("layer_norm", [x, *weights], [out, mean, deviation], saves=[x, mean, deviation])
+
+    def _slices(self, *, of_heads: bool) -> int | None:
+        """Of a norm's weight: where each rank has heads of its own, its gradient is a share."""
+        return int(self.layout.tp > 1) if of_heads else None
 
     def act(self, x: Value, name: str) -> Value:
         """An activation function.
