@@ -47,9 +47,9 @@ TENSOR_STRATEGIES = ["dp=2 zero=1 tp=2", "dp=2 zero=3 tp=2", "dp=2 zero=3 tp=2 s
 TENSOR_FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "starcoder2", "olmo2"),
     *("granite", "cohere", "phi", "gpt2", "opt", "mixtral", "qwen3_moe", "glm", "smollm3", "cohere2", "helium"),
-    *("nemotron", "olmo", "seed_oss", "exaone4", "ernie4_5", "gptj"),
+    *("nemotron", "olmo", "seed_oss", "exaone4", "ernie4_5", "gptj", "deepseek_v3"),
 )
-WITHOUT_PLAN = ("bloom", "mpt", "falcon", "t5", "bart", "bert", "roberta", "vit", "whisper", "deepseek_v3")
+WITHOUT_PLAN = ("bloom", "mpt", "falcon", "t5", "bart", "bert", "roberta", "vit", "whisper")
 #: Keys besides the family, where tp=2 does not divide the heads of the default config.
 KEYS: dict[str, dict[str, Any]] = {"falcon": {"hidden_size": 4096, "num_attention_heads": 64}}
 #: What is refused, and by whom.
@@ -70,7 +70,7 @@ Your own model, whatever its sizes: `meshwright verify MODEL --strategy 'dp=2 ze
 
 def wanted(family: str, tied: bool | None) -> dict[str, Any]:
     """The keys of a config; all others are its class's defaults."""
-    return {"model_type": family, **KEYS.get(family, {}), **({} if tied is None else {"tie_word_embeddings": tied})}
+    return {"model_type": family, **({} if tied is None else {"tie_word_embeddings": tied})}
 
 
 def row(family: str, tied: bool | None, found: list[Verified]) -> dict[str, Any]:
@@ -154,13 +154,14 @@ def measure_tensor(families: Sequence[str]) -> None:
 
 def _by_strategy(family: str) -> tuple[list[Verified], dict[str, dict[str, str]]]:
     """All at once, where no strategy is refused; else one by one."""
+    table = {**wanted(family, None), **KEYS.get(family, {})}
     try:
-        return verify_all([wanted(family, None)], TENSOR_STRATEGIES), {}
+        return verify_all([table], TENSOR_STRATEGIES), {}
     except MeshwrightError:
         found, refused = [], {}
     for strategy in TENSOR_STRATEGIES:
         try:
-            found.append(verify(wanted(family, None), strategy))
+            found.append(verify(table, strategy))
         except MeshwrightError as error:
             refused[strategy] = {"what": error.what, "why": error.why}
             if "sequence_parallel" not in strategy:
@@ -206,10 +207,12 @@ def tensor(part: dict[str, Any]) -> str:
     ]
     waiting = {name: next(iter(part[name]["refused"].values())) for name in part if "kind" not in part[name]}
     for entry in (part[name] for name in (*TENSOR_FAMILIES, *WITHOUT_PLAN) if "kind" in part.get(name, {})):
-        known = any("(known)" in words for words in entry["divided"])
+        by = "the plan known here" if any("(known)" in words for words in entry["divided"]) else "its own plan"
+        if not any("att" in words for words in entry["divided"]):
+            by += ", attention whole"
         count = f"{len(entry['strategies'])} of {len(entry['strategies'])}" if entry["equal"] else "**not equal**"
         cut = next((f"refused: {told['why']}" for told in entry["refused"].values()), "yes")
-        cells = [entry["family"], f"`{entry['kind']}`", "the plan known here" if known else "its own plan", count, cut]
+        cells = [entry["family"], f"`{entry['kind']}`", by, count, cut]
         lines.append(f"| {' | '.join([*cells, share(entry['largest']), entry['worst']])} |")
     waits = "\n".join(f"- `{name}`: {told['what']}: {told['why']}" for name, told in waiting.items())
     return "\n".join(lines) + f"\n\nThese wait for plans that are derived from the model's code:\n\n{waits}"

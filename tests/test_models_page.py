@@ -49,6 +49,27 @@ def test_every_stage_of_zero_was_verified_on_two_and_three_ranks() -> None:
     assert all(row["equal"] for row in RECORD["further"])
 
 
+def test_families_with_a_plan_were_verified_over_tensor_parallel_ranks(script: ModuleType) -> None:
+    divided = {name: entry for name, entry in RECORD["tensor"].items() if "kind" in entry}
+    assert len(divided) >= 14
+    whole, cut = {"dp=2 zero=1 tp=2", "dp=2 zero=3 tp=2"}, "dp=2 zero=3 tp=2 sequence_parallel=true"
+    for name, entry in divided.items():
+        assert entry["equal"], name
+        assert entry["strategies"].keys() | entry["refused"].keys() == {*whole, cut}
+        assert whole <= entry["strategies"].keys()
+        assert 0 < entry["largest"] < 1
+    assert set(RECORD["tensor"]) <= {*script.TENSOR_FAMILIES, *script.WITHOUT_PLAN}
+
+
+def test_families_without_a_plan_wait_with_the_reason() -> None:
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    waiting = {name: entry["refused"] for name, entry in RECORD["tensor"].items() if "kind" not in entry}
+    assert {"bloom", "mpt", "falcon"} <= waiting.keys()
+    for name, refused in waiting.items():
+        (told,) = refused.values()
+        assert f"- `{name}`: {told['what']}: {told['why']}" in page
+
+
 def test_what_is_refused_is_told_in_its_own_words() -> None:
     assert "clip" in RECORD["refused"]
     assert all(entry["what"] and entry["why"] for entry in RECORD["refused"].values())

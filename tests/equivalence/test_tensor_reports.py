@@ -55,6 +55,12 @@ def test_C8_microbatches_of_unequal_size_weigh_by_their_tokens() -> None:
         assert [*chain(*rank)] == pytest.approx([*chain(*whole)], rel=1e-12)
 
 
+def test_C10_widths_of_fewer_channels_than_ranks_are_refused() -> None:
+    for text in run_ranks(4, refused, Case(world=4, tp=4), {"num_attention_heads": 4, "intermediate_size": 3}):
+        assert "tp=4 over the 3 channels of model.layers.0.mlp" in text
+        assert "set tp to 3 or less" in text
+
+
 def refused(case: Case, sizes: dict[str, Any]) -> str:
     with pytest.raises(UnsupportedCombination) as error:
         engine_of(case, **sizes)
@@ -116,7 +122,7 @@ def test_M2_ranks_may_hold_nothing() -> None:
         "hidden_size": 16,
         "num_attention_heads": 4,
         "num_key_value_heads": 1,
-        "intermediate_size": 3,
+        "intermediate_size": 5,
     }
     ranks = run_ranks(8, few_words, case, tokens)
     whole = run_one(few_words, case.reference, tokens)
@@ -384,9 +390,13 @@ def test_generation_and_evaluation_between_steps(world: int, zero: int) -> None:
 
 
 def with_adapters(case: Case) -> str:
+    import warnings
+
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(real_model(case), LoraConfig(target_modules=["q_proj"]))  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # PEFT asks for what Transformers renamed
+        model = get_peft_model(real_model(case), LoraConfig(target_modules=["q_proj"]))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedCombination) as error:
         Engine(model, loss_of("llama"), partial(make_optimizer, case), case.job, case.strategy)
     return str(error.value)

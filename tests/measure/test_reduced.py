@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, UnsupportedCombination
 from meshwright.measure.verify.reduced import depth_for, reduce_config
 
 LLAMA: dict[str, Any] = {
@@ -37,6 +37,34 @@ def test_heads_divide_and_keep_their_ratio(heads: int, groups: int) -> None:
     assert (few_groups == 1) == (groups == 1)
     if groups > 1 and heads // groups <= 8:
         assert few // few_groups == heads // groups
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "tp", "wanted"),
+    [
+        (32, 8, 2, (8, 2)),
+        (32, 8, 4, (16, 4)),  # key/value heads divided
+        (16, 2, 4, (16, 2)),  # key/value heads copied
+        (24, 8, 6, (12, 4)),  # key/value heads picked
+        (96, 8, 3, (18, 2)),
+        (12, 12, 4, (4, 4)),
+        (12, 12, 2, (4, 4)),
+        (8, 1, 8, (8, 1)),
+    ],
+)
+def test_heads_divide_over_ranks_as_those_of_the_whole_model(
+    heads: int, groups: int, tp: int, wanted: tuple[int, int]
+) -> None:
+    table = LLAMA | {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": heads * 64}
+    made = reduce_config(table, table, depth=3, sequence=17, tp=tp).table
+    assert (made["num_attention_heads"], made["num_key_value_heads"]) == wanted
+
+
+def test_heads_that_ranks_do_not_divide_are_refused_where_nothing_else_is_said() -> None:
+    with pytest.raises(UnsupportedCombination, match="tp=3 does not divide the 32 heads of a llama"):
+        reduce_config(LLAMA, LLAMA, depth=3, sequence=17, tp=3)
+    made = reduce_config(LLAMA, LLAMA, depth=3, sequence=17, tp=3, annotated=True).table
+    assert made["num_attention_heads"] == 8
 
 
 @pytest.mark.parametrize(("size", "compared"), [(128, 0), (256, 1), (64, -1)])

@@ -14,7 +14,7 @@ from torch import nn
 
 import meshwright
 from meshwright.cli import app
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, UnsupportedCombination
 from meshwright.measure.verify import verify_all
 from meshwright.measure.verify.asked import ask_model
 from meshwright.measure.verify.subject import Subject, find_subject, load_code
@@ -87,6 +87,23 @@ def test_what_was_done_to_a_model_is_told(equal: dict[str, list[Verified]]) -> N
     assert equal["regression"][0].copy.notes == ("dropout off",)
     assert equal["module"][0].ranks == 4
     assert equal["module"][0].global_batch == 4 * 2 * 2
+
+
+def test_tensor_parallelism_is_equal_and_what_it_divides_is_told() -> None:
+    over_tp = meshwright.verify("llama-3-8b", "dp=2 tp=2 zero=3 sequence_parallel=true")
+    assert over_tp.equal, over_tp
+    assert over_tp.ranks == 4
+    assert over_tp.copy.divided[1].startswith("colwise (published): model.layers.*.self_attn.q_proj, ")
+    assert "sequence (completed): model.norm" in over_tp.copy.divided
+    assert "num_attention_heads 32 -> 8" in over_tp.copy.changes
+
+
+def test_annotations_divide_what_has_no_plan() -> None:
+    both = ("--sharding", "blocks.*.linear1=colwise", "--sharding", "blocks.*.linear2=rowwise")
+    done = command(f"{MINE}:build", "--strategy", "tp=2", *both)
+    assert done.exit_code == 0, done.output
+    assert "divided colwise (annotation): blocks.*.linear1" in done.stdout
+    assert last(done.stdout).startswith("verified: dp=1 zero=0 tp=2 on ")
 
 
 def test_the_command_says_so(tmp_path: Path) -> None:
@@ -164,7 +181,9 @@ def refused(arguments: Sequence[str | Path], *told: str) -> None:
     ("arguments", "told"),
     [
         (("llama-9-8b", "--strategy", "dp=2"), "not in the catalogue"),
-        (("llama-3-8b", "--strategy", "dp=2 tp=2"), "tensor parallelism (tp=2) is not executable yet"),
+        (("llama-3-8b", "--strategy", "dp=8 tp=2"), "for example dp=4 tp=2"),
+        (("llama-3-8b", "--strategy", "dp=2 tp=8"), "a smaller dp and tp"),
+        (("llama-3-8b", "--strategy", "tp=2", "--sharding", "up"), "--sharding 'up' is no annotation"),
         (("llama-3-8b", "--strategy", "pp=2 schedule=1f1b"), "is not executable yet"),
         (("llama-3-8b", "--strategy", "dp=64 zero=3"), "at most 8"),
         (("llama-3-8b", "--strategy", "dp=2 zeros=3"), "unknown key"),
@@ -190,10 +209,29 @@ def test_what_one_process_or_the_engine_refuses_is_told(name: str, told: tuple[s
     refused((f"{MINE}:{name}", "--strategy", "dp=2"), *told)
 
 
-def built(model: Any) -> Subject:
+def test_C10_L2_models_that_ranks_cannot_share_are_refused_with_what_would_do() -> None:
+    refused(("bloom-176b", "--strategy", "tp=2"), "it publishes no plan", "sharding=", "or set tp=1")
+    attention = (
+        "transformer.h.*.self_attention.query_key_value=colwise",
+        "transformer.h.*.self_attention.dense=rowwise",
+    )
+    given = [word for text in attention for word in ("--sharding", text)]
+    refused(("bloom-176b", "--strategy", "tp=2", *given), "handed alibi", "zero=3")
+    with pytest.raises(UnsupportedCombination, match=r"tp=4 does not divide the 6 heads.*\n.*\n.*one of 1, 2, 3, 6;"):
+        built({"model_type": "gpt2", "n_head": 6, "n_embd": 48}, tp=4)
+
+
+def test_annotations_of_another_type_are_refused() -> None:
+    with pytest.raises(ConfigError, match="give name patterns and styles"):
+        meshwright.verify("llama-3-8b", "tp=2", sharding={"up": 3})  # type: ignore[dict-item]  # as a user's mistake
+    with pytest.raises(ConfigError, match="give name patterns and styles"):
+        meshwright.verify("llama-3-8b", "tp=2", sharding=["up"])  # type: ignore[arg-type]  # as a user's mistake
+
+
+def built(model: Any, *, tp: int = 1) -> Subject:
     asked = ask_model(model, Path("unused"))
     load_code(asked)
-    return find_subject(asked, depth=3, sequence=17)
+    return find_subject(asked, depth=3, sequence=17, tp=tp)
 
 
 @pytest.mark.parametrize(

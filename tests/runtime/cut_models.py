@@ -171,12 +171,11 @@ def lay(strategy: Strategy, *, seed: int, weights: Path | None = None, real: boo
     dtypes = {f"{kind}_dtype": torch.float32 for kind in ("compute", "stored", "reduce")}
     if mesh.shard is not None:
         options = {"zero": strategy.zero, "prefetch": 0, "traffic": Traffic(), "host": None}
-        zero = Shards(model, units, mesh, **options, **dtypes)
+        zero = Shards(model, units, mesh, cuts, **options, **dtypes)
     materialise(model, device=CPU, seed=seed, given=given, cuts=cuts, tp_rank=mesh.tp_rank)
     if zero is not None:
         zero.find_stored()
-    zero = zero or Replicas(units, mesh, **dtypes, traffic=Traffic())
-    zero.cuts = {name: cut for name, cut in cuts.items() if name in zero.stored}
+    zero = zero or Replicas(units, mesh, cuts, **dtypes, traffic=Traffic())
     return Laid(model, zero, mesh)
 
 

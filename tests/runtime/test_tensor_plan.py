@@ -98,7 +98,7 @@ def require_complete(model: nn.Module, sharding: Sharding, ranks: int) -> None:
         assert cut.shape == shapes[name], name
         assert not wrong_with(cut, ranks), (name, cut)
     styles = {name: entry.style for name, entry in sharding.styles.items()}
-    assert any(style == "colwise" for style in styles.values())
+    assert {"colwise", "gather-output", "experts"} & set(styles.values())
     for name, style in styles.items():  # a matrix that is said to be divided is so, except copied keys and values
         cut = sharding.cuts.get(f"{name}.weight")
         if cut is not None and style in ("rowwise", "vocab"):
@@ -259,7 +259,7 @@ def test_an_unknown_published_style_is_refused_by_name() -> None:
 # --- odd sizes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "widths"), [(2, [12, 11]), (3, [8, 8, 7]), (5, [5, 5, 5, 5, 3])])
+@pytest.mark.parametrize(("ranks", "widths"), [(2, [12, 11]), (3, [8, 8, 7]), (5, [5, 5, 5, 4, 4])])
 def test_an_mlp_of_23_is_divided_unevenly(ranks: int, widths: list[int]) -> None:
     model = blocks_of(Block(), Block())
     sharding = divided(model, ranks, **{"*__up": "colwise", "*__down": "rowwise"})
@@ -270,7 +270,7 @@ def test_an_mlp_of_23_is_divided_unevenly(ranks: int, widths: list[int]) -> None
     assert sharding.cuts["0.down.bias"].replicated
 
 
-@pytest.mark.parametrize(("ranks", "widths"), [(2, [51, 50]), (3, [34, 34, 33]), (4, [26, 26, 26, 23])])
+@pytest.mark.parametrize(("ranks", "widths"), [(2, [51, 50]), (3, [34, 34, 33]), (4, [26, 25, 25, 25])])
 def test_a_vocabulary_of_101_is_padded_to_equal_lengths(ranks: int, widths: list[int]) -> None:
     sizes = {"num_attention_heads": 12, "hidden_size": 144}
     model = of_config("llama", tie_word_embeddings=False, **sizes)
@@ -282,11 +282,10 @@ def test_a_vocabulary_of_101_is_padded_to_equal_lengths(ranks: int, widths: list
         assert [sum(size for _, size in own) for own in cut.segments] == widths
 
 
-def test_more_ranks_than_outputs_leave_some_without_any() -> None:
+def test_more_ranks_than_outputs_are_refused() -> None:
     model = blocks_of(Block(3), Block(3))
-    sharding = divided(model, 5, **{"*__up": "colwise", "*__down": "rowwise"})
-    require_complete(model, sharding, 5)
-    assert sharding.widths["0.up"] == [1, 1, 1, 0, 0]
+    with pytest.raises(UnsupportedCombination, match=r"tp=5 over the 3 channels of 0\.up"):
+        divided(model, 5, **{"*__up": "colwise", "*__down": "rowwise"})
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
@@ -426,6 +425,18 @@ def test_a_fused_weight_without_heads_is_refused() -> None:
 
     with pytest.raises(UnsupportedCombination, match="the module shows no heads"):
         divided(blocks_of(Bare(), Bare()), 2, **{"*__qkv": "colwise", "*__o": "rowwise"})
+
+
+def test_entries_for_key_value_heads_and_weights_in_shards_of_their_own_are_refused() -> None:
+    class Decaying(Attending):
+        def __init__(self) -> None:
+            super().__init__(groups=3)
+            self.decay = nn.Parameter(torch.ones(3))
+
+    with pytest.raises(UnsupportedCombination, match="an entry for each of 3 key/value heads"):
+        divided(blocks_of(Decaying(), Decaying()), 3, **ATTENTION)
+    with pytest.raises(UnsupportedCombination, match="shard by shard"):
+        divided(of_config("codegen"), 2)
 
 
 def test_gate_and_up_in_one_weight_are_divided_side_by_side() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -38,6 +37,7 @@ def explain(
     json: bool,
 ) -> None:
     """What would be done, without doing it: how a model is divided over tensor-parallel ranks."""
+    from meshwright.cli.annotations import read_annotations
     from meshwright.errors import ConfigError
 
     if model is None and mode is None:
@@ -59,7 +59,8 @@ def explain(
         raise ConfigError(
             "--tp is missing", why="how a model is divided depends on the number of ranks", fix="add for example --tp 4"
         )
-    _explain_sharding(model, tp, _annotations(annotate), sequence_parallel=sequence_parallel, dtype=dtype, json=json)
+    annotations = read_annotations("--annotate", annotate)
+    _explain_sharding(model, tp, annotations, sequence_parallel=sequence_parallel, dtype=dtype, json=json)
 
 
 def _explain_sharding(
@@ -99,29 +100,3 @@ def _built_in(job_file: str) -> Any:
 
     config = decoder_config(read_job(job_file).model)
     return lambda: Decoder(config)
-
-
-def _annotations(texts: Sequence[str]) -> dict[str, str]:
-    """The options as a table.
-
-    Raises:
-        ConfigError: one has no `=`, or two say different things of one pattern.
-    """
-    from meshwright.errors import ConfigError
-
-    found: dict[str, str] = {}
-    for text in texts:
-        pattern, equals, style = (part.strip() for part in text.partition("="))
-        if not (equals and pattern and style):
-            raise ConfigError(
-                f"--annotate {text!r} is no annotation",
-                why="it has the form PATTERN=STYLE",
-                fix="write for example --annotate 'layers.*.mlp.up=colwise'",
-            )
-        if found.setdefault(pattern, style) != style:
-            raise ConfigError(
-                f"--annotate {pattern} is both {found[pattern]} and {style}",
-                why="a module is held in one way",
-                fix="keep one of them",
-            )
-    return found

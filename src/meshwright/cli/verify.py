@@ -30,9 +30,11 @@ def verify(model: str, strategy: str, sharding: tuple[str, ...], seq: int, timeo
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from meshwright.cli.annotations import read_annotations
     from meshwright.errors import RankFailure
     from meshwright.measure.verify import verify as compare
 
+    annotations = read_annotations("--sharding", sharding)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     screen = Console(stderr=True)
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
@@ -41,7 +43,7 @@ def verify(model: str, strategy: str, sharding: tuple[str, ...], seq: int, timeo
             found = compare(
                 model,
                 strategy,
-                sharding=sharding,
+                sharding=annotations,
                 sequence=seq,
                 timeout_s=timeout,
                 progress=lambda what, done, of: bar.update(task, description=what),

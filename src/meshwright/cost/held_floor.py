@@ -181,12 +181,15 @@ def states_bytes(job: Job, strategy: Strategy, loads: tuple[Load, ...]) -> list[
     # Bytes of an element: of all on the rank, of its share of them, and of those of its share with a gradient.
     of_all = compute if whole and copies_here and (sharded or compute < stored) else 0
     of_share = stored if here and copies_here else 0
-    of_trained = (stored * job.optimizer.state_tensors if here else 0) + (0 if sharded else stored)
+    of_trained = stored * job.optimizer.state_tensors if here else 0
+    buckets = strategy.dp * strategy.cp > 1  # without, gradients are there once a backward has made them
     found = []
     for load in loads:
         share, trained = load.plain + load.experts, load.trained
         held = of_all * share
-        if sharded:
+        if not sharded:
+            held += stored * trained if buckets or load.early else 0
+        else:
             share = load.plain // group + load.experts // experts
             trained = min(trained, share)
             if load.early and keeps_whole:

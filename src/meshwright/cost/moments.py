@@ -72,6 +72,8 @@ class StageMoments:
         self._r = DTYPE_BYTES[job.reduce_dtype]
         #: Bytes of a gradient's copy: whole ones are summed as they are stored, and sent narrower unit by unit.
         self._wire = self._r if self._r < self._s and strategy.dp > 1 else 0
+        #: Whether whole gradients lie in buckets from the start of a step: not where there is nobody to reduce with.
+        self._buckets = strategy.dp * strategy.cp > 1
         self._batch, self._step = strategy.microbatch, strategy.unit_blocks
         self.layers = [block for block in stage.blocks if block.kind == "layer"]
         self._entrance = [block for block in stage.blocks if block.kind == "embedding"]
@@ -240,7 +242,8 @@ class StageMoments:
         """
         gathered = self._gathered(None, forward=False, edge=False) if begun and not ended else 0
         if not self.states.sharded:
-            return Moment("idle", self._s * self.states.train.all, 0, self._copies(), 0, 0)
+            gradients = self._s * self.states.train.all if self._buckets or earlier else 0
+            return Moment("idle", gradients, 0, self._copies(), 0, 0)
         if not self._step_gather:
             gathered = 0
         reduced = self._shards() if earlier and (ended or not self._end_reduce or self._windows) else 0
@@ -305,6 +308,8 @@ class StageMoments:
         """
         states, c, r, index = self.states, self._c, self._r, unit or 0
         made = c * states.made[index] if moment == "leave" else 0
+        if not states.sharded and not self._buckets and not earlier:
+            return self._unbucketed(unit, moment), 0
         if not states.sharded:
             sent = last and moment in ("leave", "reduce")
             return self._s * states.train.all + (self._wire * states.trained[index] if sent else 0), 0
@@ -332,6 +337,17 @@ class StageMoments:
         if moment == "reduce":
             return r * states.make.to(unit) + buffers + shards, shards
         return r * states.make.to(unit + 1) + made + shards, shards
+
+    def _unbucketed(self, unit: int | None, moment: str) -> int:
+        """Gradients that stay as backward makes them, in the first one of a step."""
+        if moment == "wait":
+            return 0
+        states, early = self.states, self._early_root * self._s // self._c
+        if unit is None:
+            return early
+        here = states.largest[unit] if moment == "enter" else states.made[unit]
+        after = states.train.all - states.train.to(unit + 1)
+        return self._s * (after + here) + (early if unit else 0)
 
 
 def _saved(block: BlockSpec, policy: str) -> int:

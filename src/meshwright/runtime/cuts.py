@@ -118,10 +118,8 @@ Cuts = Mapping[str, Cut]
 
 
 def even_segments(total: int, ranks: int, *, start: int = 0, step: int = 1) -> list[Segment]:
-    """`total` elements from `start` on as one segment a rank: `torch.chunk`'s sizes, in multiples of `step`.
-
-    The last ranks may get less than the others, or nothing.
-    """
-    share = -(-(total // step) // ranks) * step
-    begins = [min(rank * share, total) for rank in range(ranks + 1)]
+    """`total` elements from `start` on as one segment a rank, in multiples of `step`: the first ones get one more where
+    it does not divide."""
+    share, more = divmod(total // step, ranks)
+    begins = [(rank * share + min(rank, more)) * step for rank in range(ranks + 1)]
     return [(start + begin, end - begin) for begin, end in pairwise(begins)]

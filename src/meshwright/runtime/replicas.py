@@ -1,4 +1,7 @@
-"""ZeRO-0: whole parameters on every rank, gradients in one flat bucket per unit, all-reduced while backward goes on."""
+"""ZeRO-0: whole parameters on every rank, gradients in one flat bucket per unit, all-reduced while backward goes on.
+
+Where there is nobody to reduce with, gradients stay where backward makes them: there are no buckets to fill.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +27,29 @@ class Bucket:
     """The gradients of one unit in one flat tensor; each stored parameter's `.grad` is a view of it.
 
     They are summed over microbatches as they are stored, and over ranks in `reduce_dtype`.
+
+    Args:
+        parameters: the stored ones of the unit, by global name.
+        flat: without it nothing is reduced, and each gradient is a tensor of its own.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], *, flat: bool) -> None:
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self.ready = 0
         self.work: dist.Work | None = None
-        first = next(iter(self.parameters.values()), None)
+        first = next(iter(self.parameters.values()), None) if flat else None
         size = sum(p.numel() for p in self.parameters.values())
         self.flat = torch.zeros(size, dtype=first.dtype, device=first.device) if first is not None else torch.zeros(0)
         self.wire = self.flat
         offset = 0
-        for parameter in self.parameters.values():
+        for parameter in self.parameters.values() if flat else ():
             parameter.grad = self.flat[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Of its gradients, and of what is being sent."""
+        found = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        return [gradient.untyped_storage() for gradient in (found if self.work is None else [*found, self.wire])]
 
     def arrived(self) -> bool:
         """One more gradient is whole; whether it was the unit's last."""
@@ -57,6 +69,12 @@ class Bucket:
             if self.wire is not self.flat:
                 self.flat.copy_(self.wire)
             self.work, self.wire = None, self.flat
+
+    def complete(self) -> None:
+        """Zeros for what no backward has reached on this rank; others may have."""
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 class Replicas(Zero):
@@ -92,7 +110,9 @@ class Replicas(Zero):
     def begin_step(self) -> None:
         self.used.clear()
         self._launched, self._reducing = 0, False
-        self._buckets = [Bucket({n: self.stored[n] for n in unit.parameters}) for unit in reversed(self.units)]
+        self._buckets = [
+            Bucket({n: self.stored[n] for n in unit.parameters}, flat=self.mesh.dp > 1) for unit in reversed(self.units)
+        ]
         if self._copies is not None:
             self._watch(self._context.enter_context(self._copies))
         self._note()
@@ -112,6 +132,7 @@ class Replicas(Zero):
             self._launch_ready(all_of_them=True)
             for bucket in self._buckets:
                 bucket.finish()
+                bucket.complete()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: p.grad for bucket in self._buckets for name, p in bucket.parameters.items() if p.grad is not None}
@@ -133,8 +154,7 @@ class Replicas(Zero):
         return [copy.untyped_storage() for copy in copies]
 
     def gradient_storages(self) -> list[torch.UntypedStorage]:
-        flat = [bucket.flat.untyped_storage() for bucket in self._buckets]
-        return flat + [bucket.wire.untyped_storage() for bucket in self._buckets if bucket.work is not None]
+        return [storage for bucket in self._buckets for storage in bucket.storages()]
 
     def _watch(self, computed: dict[str, nn.Parameter]) -> None:
         """Hear of every gradient of the parameters that are computed with."""
@@ -149,10 +169,14 @@ class Replicas(Zero):
         bucket = self._buckets[index]
         self.used.mark(name)
         if self._copies is not None and parameter.grad is not None:
-            whole = bucket.parameters[name].grad
-            if whole is not None:
-                whole.add_(parameter.grad)
+            whole = bucket.parameters[name]
+            if whole.grad is None:
+                whole.grad = parameter.grad.to(whole.dtype)
+            else:
+                whole.grad.add_(parameter.grad)
             parameter.grad = None
+        elif parameter.grad is not None and parameter.grad.layout != torch.strided:
+            parameter.grad = parameter.grad.to_dense()
         last = bucket.arrived()
         if self._begins(self.units[-1 - index], name) or bucket.ready == 1 or last:
             self._note()

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import msgspec
 from meshwright import errors
 from meshwright.errors import ConfigError, RankFailure
 from meshwright.measure.local_ranks import LocalRanks
-from meshwright.measure.verify.asked import ask_model, read_sharding, require_possible
+from meshwright.measure.verify.asked import ask_model, require_annotations, require_possible
 from meshwright.spec import Strategy, parse_strategy
 from meshwright.spec.verified import Verified
 
@@ -36,7 +36,7 @@ def verify(
     model: Any,
     strategy: Strategy | str,
     *,
-    sharding: Mapping[str, str] | Iterable[str] | None = None,
+    sharding: Mapping[str, str] | None = None,
     sequence: int = 17,
     timeout_s: float = 600.0,
     progress: Progress | None = None,
@@ -53,8 +53,7 @@ def verify(
             function returns a module that takes token ids and returns logits, a Hugging Face model, or
             `(module, inputs, loss, targets)`.
         strategy: the strategy, or its text form.
-        sharding: how tensor parallelism divides modules, as `Engine` takes it, or as texts
-            `layers.*.up=colwise`; the rest as the model's own plan has it.
+        sharding: how tensor parallelism divides modules, as `Engine` takes it; the rest as the model's own plan has it.
         sequence: tokens per sequence.
         timeout_s: for the whole.
         progress: called while it runs.
@@ -74,7 +73,7 @@ def verify_all(
     models: Sequence[Any],
     strategies: Sequence[Strategy | str],
     *,
-    sharding: Mapping[str, str] | Iterable[str] | None = None,
+    sharding: Mapping[str, str] | None = None,
     sequence: int = 17,
     timeout_s: float = 3600.0,
     progress: Progress | None = None,
@@ -91,14 +90,14 @@ def verify_all(
         if not isinstance(strategy, Strategy):
             raise ConfigError(f"a strategy of type {type(strategy).__name__}", fix="give its text form: 'dp=2 zero=3'")
         require_possible(strategy, sequence)
-    annotations = read_sharding(sharding)
+    require_annotations(sharding or {})
     tell = progress or (lambda *_: None)
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as scratch, LocalRanks(Path(scratch)) as started:
         folder = Path(scratch)
         request = {
             "models": [ask_model(model, folder / f"model-{index}.pt") for index, model in enumerate(models)],
             "strategies": [str(strategy) for strategy in chosen],
-            "sharding": annotations,
+            "sharding": dict(sharding or {}),
             "sequence": sequence,
             "timeout_s": timeout_s,
         }

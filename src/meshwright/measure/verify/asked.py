@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from meshwright.spec import Job, Strategy, require_executable
 from meshwright.spec.catalogue import is_function, is_path, named_model
 from meshwright.spec.families import read_table
 
-__all__ = ["ACCUMULATION", "CLIP_NORM", "MOST_RANKS", "ask_model", "job_of", "read_sharding", "require_possible"]
+__all__ = ["ACCUMULATION", "CLIP_NORM", "MOST_RANKS", "ask_model", "job_of", "require_annotations", "require_possible"]
 
 #: Ranks that are started at most: they share this machine's cores.
 MOST_RANKS = 8
@@ -63,28 +63,15 @@ def _smaller(strategy: Strategy) -> str:
     return f"dp{'' if tp == strategy.tp else ' and tp'}, for example dp={max(1, MOST_RANKS // tp)} tp={tp}"
 
 
-def read_sharding(given: Mapping[str, str] | Iterable[str] | None) -> dict[str, str]:
-    """Annotations for tensor parallelism: a mapping, or texts like `layers.*.up=colwise`.
+def require_annotations(given: Any) -> None:
+    """Refuse annotations that no JSON file can hold; whether modules have these names, the engine says.
 
     Raises:
-        ConfigError: they are neither.
+        ConfigError: they are no mapping of texts.
     """
-    if given is None:
-        return {}
-    pairs = given.items() if isinstance(given, Mapping) else [_annotation(text) for text in given]
-    for pattern, style in pairs:
-        if not isinstance(pattern, str) or not isinstance(style, str):
-            raise ConfigError(f"sharding: {pattern!r} = {style!r}", fix='give texts: {"layers.*.up": "colwise"}')
-    return dict(pairs)
-
-
-def _annotation(text: str) -> tuple[str, str]:
-    pattern, sign, style = str(text).rpartition("=")
-    if not (pattern.strip() and sign and style.strip()):
-        raise ConfigError(
-            f"sharding: {text}", why="it is not PATTERN=STYLE", fix="write for example layers.*.mlp.up=colwise"
-        )
-    return pattern.strip(), style.strip()
+    pairs = given.items() if isinstance(given, Mapping) else [(given, "")]
+    if not all(isinstance(part, str) for pair in pairs for part in pair):
+        raise ConfigError(f"sharding={given!r}", fix='give name patterns and styles: {"layers.*.up": "colwise"}')
 
 
 def ask_model(model: Any, place: Path) -> dict[str, Any]:

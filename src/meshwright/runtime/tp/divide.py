@@ -159,6 +159,10 @@ def _find_regions(sharding: Sharding, modules: Mapping[str, nn.Module], ranks: i
                 fix="annotate them alike",
             )
         gathers = kinds == {"gather-output"}
+        if not gathers and hasattr(modules[parent], "mp_num"):  # CodeGen's, interleaved over shards of its own
+            raise _unknown(
+                columns[0], "queries, values and keys lie in it shard by shard, for a number of shards of its own"
+            )
         outputs = {name.rpartition(".")[2]: _sizes(name, modules[name])[0] for name in columns}
         heads = None if gathers else find_heads(modules[parent], outputs, ranks)
         if heads is not None:
@@ -223,7 +227,7 @@ def _cuts_of(
             found.append((bias, Cut.of(bias.shape, 0, segments, partial=partial)))
     else:
         own = _heads_of_row(sharding, name, inputs)
-        segments = [[one] for one in even_segments(inputs, ranks, step=inputs // own.queries if own else 1)]
+        segments = [[one] for one in _dealt(name, inputs, ranks, step=inputs // own.queries if own else 1)]
         found = [(weight, Cut.of(weight.shape, int(not transposed), segments))]
     sharding.widths[name] = [sum(size for _, size in own) for own in segments]
     return found
@@ -241,11 +245,11 @@ def _columns(name: str, outputs: int, heads: Heads | None, ranks: int) -> tuple[
     leaf = name.rpartition(".")[2]
     if leaf in _GATE_AND_UP and outputs % 2 == 0:
         half = outputs // 2
-        return _side_by_side(even_segments(half, ranks), even_segments(half, ranks, start=half)), False
+        return _side_by_side(_dealt(name, half, ranks), _dealt(name, half, ranks, start=half)), False
     if heads is None:
         if leaf in (*_QUERIES_KEYS_VALUES, *HEAD_AFTER_HEAD):
             raise _unknown(name, "its parts are those of attention heads, and the module shows no heads")
-        return [[one] for one in even_segments(outputs, ranks)], False
+        return [[one] for one in _dealt(name, outputs, ranks)], False
     queries, groups, size = heads.queries * heads.size, heads.groups * heads.size, heads.size
     if leaf in _QUERIES_KEYS_VALUES and outputs == queries + 2 * groups:
         q = heads.query_segments()
@@ -259,6 +263,16 @@ def _columns(name: str, outputs: int, heads: Heads | None, ranks: int) -> tuple[
     if outputs > 2 * queries and leaf not in HEAD_AFTER_HEAD and heads.size * heads.queries * 3 == outputs:
         raise _unknown(name, "how queries, keys and values lie in it is not known by its name")
     return [[one] for one in even_segments(outputs, ranks, step=outputs // heads.queries)], False
+
+
+def _dealt(name: str, total: int, ranks: int, *, start: int = 0, step: int = 1) -> list[Segment]:
+    if total < ranks * step:
+        raise UnsupportedCombination(
+            f"tp={ranks} over the {total // step} channels of {name}",
+            why="some ranks would hold nothing of it",
+            fix=f"set tp to {total // step} or less",
+        )
+    return even_segments(total, ranks, start=start, step=step)
 
 
 def _side_by_side(*parts: list[Segment]) -> Parts:
@@ -291,7 +305,7 @@ def _experts(name: str, module: nn.Module, ranks: int) -> list[tuple[nn.Paramete
     half = down.shape[2]
     if up.dim() != 3 or up.shape[1] != 2 * half:
         raise _unknown(name, f"its weights are {tuple(up.shape)} and {tuple(down.shape)}")
-    pairs = _side_by_side(even_segments(half, ranks), even_segments(half, ranks, start=half))
+    pairs = _side_by_side(_dealt(name, half, ranks), _dealt(name, half, ranks, start=half))
     return [
         (up, Cut.of(up.shape, 1, pairs)),
         (down, Cut.of(down.shape, 2, [[one] for one in even_segments(half, ranks)])),
@@ -314,6 +328,12 @@ def _norms_of_heads(sharding: Sharding, modules: Mapping[str, nn.Module], cuts: 
             if entry is not None and not entry.style.startswith("replicate"):
                 continue
             for what, value in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                if (
+                    heads.groups > 1
+                    and value.shape == (heads.groups,)
+                    and heads.groups not in (heads.size, heads.queries)
+                ):
+                    raise _unknown(f"{full}.{what}", f"it has an entry for each of {heads.groups} key/value heads")
                 if heads.queries not in value.shape or heads.size == heads.queries or what == "inv_freq":
                     continue
                 of_keys = place.startswith("k_") and value.shape[0] == heads.groups
