@@ -11,6 +11,7 @@ over rounds. The choice counts as right when it is within 5% of the fastest, or 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import sys
 import time
 from dataclasses import replace
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,9 @@ from choice_ranks import Ranks
 
 import meshwright
 from meshwright.cost.pricer import Pricer
+from meshwright.errors import UnsupportedCombination
 from meshwright.planner.meshes import divisors
-from meshwright.spec import Cluster, DecoderShape, Job, Strategy, is_executable, this_machine
+from meshwright.spec import Cluster, DecoderShape, Job, Layout, Strategy, is_executable, this_machine
 from meshwright.spec.clusters import parse_cluster
 from meshwright.spec.decoder import described
 from meshwright.spec.files import to_table
@@ -63,36 +66,62 @@ SHAPES: dict[str, tuple[DecoderShape, Job]] = {
 Times = dict[str, list[float]]
 
 
-def strategies(job: Job, ranks: int) -> list[Strategy]:
-    """Every strategy on these ranks that this version runs: dp, ZeRO, shard group, microbatch, recompute, prefetch."""
+def degrees(shape: DecoderShape, ranks: int) -> list[int]:
+    """Tensor-parallel degrees that divide the ranks and the model."""
     found = []
-    for microbatch in divisors(job.global_batch // ranks):
-        for recompute in ("none", "selective", "full"):
-            for zero in range(4):
-                for shard in divisors(ranks)[1:] if zero else [1]:
-                    for prefetch in (0, 1) if zero == 3 else (0,):
-                        found.append(
-                            Strategy(
-                                dp=ranks,
-                                zero=zero,
-                                shard=shard,
-                                microbatch=microbatch,
-                                recompute=recompute,
-                                prefetch=prefetch,
-                            )
-                        )
+    for tp in divisors(ranks):
+        with contextlib.suppress(UnsupportedCombination):
+            described(shape).at(Layout(sequence=1, tp=tp))
+            found.append(tp)
+    return found
+
+
+def strategies(shape: DecoderShape, job: Job, ranks: int) -> list[Strategy]:
+    """Every strategy on these ranks that this version runs: dp, tp, ZeRO, shard group, microbatch, recompute, prefetch,
+    and whether sequences are cut."""
+    found = []
+    for tp in degrees(shape, ranks):
+        dp = ranks // tp
+        cuts = (False, True) if tp > 1 and job.sequence % tp == 0 else (False,)
+        shards = {zero: divisors(dp)[1:] if zero else [1] for zero in range(4)}
+        ways = [(z, shard, ahead) for z in shards for shard in shards[z] for ahead in ((0, 1) if z == 3 else (0,))]
+        for microbatch, recompute, cut, (zero, shard, prefetch) in product(
+            divisors(job.global_batch // dp), ("none", "selective", "full"), cuts, ways
+        ):
+            found.append(
+                Strategy(
+                    dp=dp,
+                    tp=tp,
+                    sequence_parallel=cut,
+                    zero=zero,
+                    shard=shard,
+                    microbatch=microbatch,
+                    recompute=recompute,
+                    prefetch=prefetch,
+                )
+            )
     return [strategy for strategy in found if is_executable(strategy, job)]
+
+
+def choose(shape: DecoderShape, job: Job, cluster: Cluster, ranks: int) -> Strategy:
+    """What the planner takes of those that use all ranks."""
+    meshes = [f"dp={ranks // tp} tp={tp}" for tp in degrees(shape, ranks)]
+    plans = [meshwright.plan(shape, cluster, job=job, pins=mesh, executable=True) for mesh in meshes]
+    return min(plans, key=lambda plan: plan.cost.step_s).strategy
 
 
 def text(strategy: Strategy) -> str:
     """The text form, with what is not the default."""
     usual = Strategy()
-    names = ("dp", "zero", "shard", "microbatch", "recompute", "recompute_blocks", "unit_blocks", "prefetch")
+    names = ("dp", "tp", "sequence_parallel", "zero", "shard", "microbatch", "recompute", "recompute_blocks")
+    names = (*names, "unit_blocks", "prefetch")
     given = {name: getattr(strategy, name) for name in names}
+    if strategy.shard == strategy.dp:
+        del given["shard"]
     return " ".join(
         f"{name}={show_value(value)}"
         for name, value in given.items()
-        if name in ("dp", "zero", "microbatch", "recompute") or (value != getattr(usual, name) and value != strategy.dp)
+        if name in ("dp", "zero", "microbatch", "recompute") or value != getattr(usual, name)
     )
 
 
@@ -163,9 +192,8 @@ def rank_correlation(pairs: list[tuple[float, float]]) -> float:
 def one_shape(name: str, ranks: Ranks, world: int, cluster: Cluster, asked: argparse.Namespace) -> dict[str, Any]:
     """Plan, measure and compare one shape."""
     shape, job = SHAPES[name]
-    plan = meshwright.plan(shape, cluster, job=job, pins=f"dp={world}", executable=True)
-    chosen = text(plan.strategy)
-    names = list(dict.fromkeys([chosen, *(text(strategy) for strategy in strategies(job, world))]))
+    chosen = text(choose(shape, job, cluster, world))
+    names = list(dict.fromkeys([chosen, *(text(strategy) for strategy in strategies(shape, job, world))]))
     pricer = Pricer(described(shape), cluster, job)
     times = measure(ranks, shape, job, names, asked.rounds, asked.more, asked.seed)
     first = {name: statistics.median(times[name][: asked.rounds]) for name in names}

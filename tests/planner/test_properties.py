@@ -35,21 +35,23 @@ def machines(devices: int, nodes: int, memory_bytes: int, *, between: float = 1e
     return Cluster(name="small machines", nodes=(group,), between=link, memory_fraction=1.0)
 
 
-def space_of(shape: DecoderShape, cluster: Cluster, job: Job, *pins: str) -> tuple[Pricer, Space]:
+def space_of(
+    shape: DecoderShape, cluster: Cluster, job: Job, *pins: str, executable: bool = False
+) -> tuple[Pricer, Space]:
     pricer = Pricer(described(shape), cluster, job)
-    return pricer, Space(pricer, Pins(parse_assignments(pins, option="--pin", bounds=True)))
+    return pricer, Space(pricer, Pins(parse_assignments(pins, option="--pin", bounds=True)), executable=executable)
 
 
 @st.composite
 def questions(draw: st.DrawFn) -> tuple[DecoderShape, Cluster, Job]:
-    heads = draw(st.sampled_from([1, 2, 3, 4]))
+    heads = draw(st.sampled_from([1, 2, 3, 4, 6]))
     shape = DecoderShape(
         vocab_size=draw(st.sampled_from([101, 1024])),
         hidden_size=heads * draw(st.sampled_from([6, 32])),
         intermediate_size=draw(st.sampled_from([31, 256])),
         num_hidden_layers=draw(st.integers(1, 3)),
         num_attention_heads=heads,
-        num_key_value_heads=1,
+        num_key_value_heads=draw(st.sampled_from([n for n in (1, 2) if heads % n == 0])),
         max_position_embeddings=256,
     )
     nodes = draw(st.sampled_from([1, 1, 2]))
@@ -62,11 +64,16 @@ def questions(draw: st.DrawFn) -> tuple[DecoderShape, Cluster, Job]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(question=questions(), objective=st.sampled_from(["time", "time", "cost", "devices"]))
+@given(
+    question=questions(),
+    objective=st.sampled_from(["time", "time", "cost", "devices"]),
+    executable=st.booleans(),
+)
 def test_the_search_finds_what_pricing_everything_finds(
-    question: tuple[DecoderShape, Cluster, Job], objective: str
+    question: tuple[DecoderShape, Cluster, Job], objective: str, executable: bool
 ) -> None:
-    pricer, space = space_of(*question)
+    """Executable ones too: data and tensor parallelism, sequences cut and whole."""
+    pricer, space = space_of(*question, executable=executable)
     aim = find_objective(objective)
     if objective == "devices":
         space = space.offloading()
@@ -92,8 +99,8 @@ SHAPE = DecoderShape(
 JOB = Job(global_batch=8, sequence=256)
 
 
-def fastest(cluster: Cluster) -> float:
-    pricer, space = space_of(SHAPE, cluster, JOB)
+def fastest(cluster: Cluster, *, executable: bool = False) -> float:
+    pricer, space = space_of(SHAPE, cluster, JOB, executable=executable)
     found = search(pricer, space, find_objective("time"), most=1).fitting
     return found[0].step_s if found else float("inf")
 
@@ -104,9 +111,10 @@ def fastest(cluster: Cluster) -> float:
     between=st.sampled_from([1e7, 1e8, 1e9]),
     more=st.sampled_from(["memory", "memory bandwidth", "peak", "inside", "between"]),
     factor=st.floats(1.1, 8),
+    executable=st.booleans(),
 )
 def test_more_memory_bandwidth_or_peak_never_gives_a_slower_plan(
-    memory: int, between: float, more: str, factor: float
+    memory: int, between: float, more: str, factor: float, executable: bool
 ) -> None:
     cluster = machines(2, 2, (300 + memory) * MIB, between=between)
     (group,), device, link = cluster.nodes, cluster.nodes[0].device, cluster.between
@@ -124,7 +132,18 @@ def test_more_memory_bandwidth_or_peak_never_gives_a_slower_plan(
     else:
         link = replace(link, bytes_per_s=link.bytes_per_s * factor)
     better = replace(cluster, nodes=(replace(group, device=device),), between=link)
-    assert fastest(better) <= fastest(cluster) * (1 + 1e-9)
+    assert fastest(better, executable=executable) <= fastest(cluster, executable=executable) * (1 + 1e-9)
+
+
+def test_tensor_parallelism_is_chosen_where_it_runs() -> None:
+    """There is one sequence a step, so that data parallelism has no use for the second device."""
+    job = replace(JOB, global_batch=1)
+    pricer, space = space_of(SHAPE, machines(2, 1, 340 * MIB), job, executable=True)
+    found = search(pricer, space, find_objective("time"), most=50).fitting
+    assert found[0].strategy.tp == 2
+    assert all(one.executable and one.strategy.pp == one.strategy.cp == 1 for one in found)
+    assert {one.strategy.sequence_parallel for one in found if one.strategy.tp == 2} == {True, False}
+    assert {one.strategy.tp for one in found} == {1, 2}
 
 
 def test_the_same_question_has_the_same_answer_whatever_the_hash_seed() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.cost import CATEGORIES, price
@@ -68,7 +70,6 @@ def test_pins_that_cannot_be_right(pins: list[str], what: str) -> None:
 @pytest.mark.parametrize(
     ("pins", "what"),
     [
-        (["tp=2", "pp=2"], "pipeline parallelism (pp=2)"),
         (["pp=2"], "pipeline parallelism (pp=2)"),
         (["pp=2", "schedule=gpipe"], "pipeline parallelism (pp=2)"),
         (["cp=2"], "context parallelism (cp=2)"),
@@ -107,8 +108,9 @@ def test_C2_a_global_batch_that_does_not_divide_says_which_number_came_from_wher
     assert "252 or 259" in pinned.fix
     assert "1 or 2 or 4" in pinned.fix
     # Where nothing is pinned the planner takes the ranks that divide, and says what all seven would need.
-    made = make_plan(SMALL, cluster(7, BIG), job, executable=True)
+    made = make_plan(SMALL, cluster(7, BIG), job, parse_assignments(["tp=1"], option="--pin"), executable=True)
     assert made.strategy.dp == 4
+    assert make_plan(SMALL, cluster(7, BIG), job, executable=True).strategy.world_size == 6  # dp=2 tp=3
     left_out = next(entry for entry in made.rejected if entry.strategy == "dp=7,6,5")
     assert "252 or 259 would use 7 ranks" in left_out.reason
     # A microbatch that divides nothing.
@@ -138,6 +140,10 @@ def test_nothing_fits_says_what_is_short_by_how_much_and_what_would_help() -> No
 
 def test_the_nearest_plan_is_shown_where_nothing_is_pinned() -> None:
     error = refused(tensors_bytes=60_000)
+    assert isinstance(error, InfeasiblePlan)
+    assert "tp=2 sequence_parallel=true" in error.what
+    three = replace(SMALL, hidden_size=12, num_attention_heads=3, num_key_value_heads=3)  # two ranks do not share them
+    error = refused(tensors_bytes=10_000, shape=three)
     assert isinstance(error, InfeasiblePlan)
     assert "zero=3" in error.what
     assert "microbatch=1" not in error.what  # it is the default

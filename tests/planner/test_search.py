@@ -226,7 +226,7 @@ def test_only_schedules_that_are_defined_for_the_microbatches_are_tried(schedule
 @pytest.mark.parametrize("most_work", [500, 3_000])
 @pytest.mark.parametrize(
     ("name", "machines", "batch", "sequence"),
-    [("llama-2-13b", "8xA100-40GB:2", 256, 4096), ("llama-3-70b", "8xH100-80GB:8", 512, 8192)],
+    [("llama-2-13b", "8xA100-40GB:2", 256, 4096), ("llama-3-8b", "8xH100-80GB:4", 256, 8192)],
 )
 def test_a_search_that_ends_early_is_near_the_best_and_says_how_near(
     name: str, machines: str, batch: int, sequence: int, most_work: int, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,7 @@ class Workshop:
         self._model, self._job, self._strategy = model, job, strategy
         self._groups = {name: placement.group(name) for name in ("tp", "cp", "ep")}
         self._exposed = 1 / strategy.tp if convention is not None and convention.tp_overlap else 1.0
+        self._orders = model.layout.stack == "eager" and strategy.tp > 1 and strategy.microbatch > 1
         self._fused = convention is not None and convention.fused_accumulation
         self._factor = convention.element_factor if convention is not None else (1.0, 1.0)
         told = convention.reduce_bytes if convention is not None else None
@@ -121,9 +122,9 @@ class Workshop:
         else:
             for term, phases in zip(_LAYER_TERMS, work, strict=True):
                 found.add(term, phases)
-        for term, phases in self._communication(block, work).items():
+        for term, phases in self._communication(block, work, speed).items():
             found.add(term, phases)
-        again = self._again(block, work, policy)
+        again = self._again(block, work, speed, policy)
         if not speed.asynchronous:
             again += _HOST_AGAIN.get(policy, 0) * block.kernels * speed.reached.kernel_s
         if again:
@@ -132,28 +133,33 @@ class Workshop:
             found.add("recompute", Phases(0.0, again, 0.0))
         return found
 
-    def _again(self, block: BlockSpec, work: BlockWork, policy: str) -> float:
+    def _again(self, block: BlockSpec, work: BlockWork, speed: Speeds, policy: str) -> float:
         """Seconds of what a backward computes and sends again."""
         computed = {"full": work.all.forward, "selective": work.memory.forward}.get(policy, 0.0)
         repeated = ((entry, entry.again(policy)) for entry in block.collectives)
-        return computed + sum(self._sent(entry, work, times, 0).forward for entry, times in repeated if times)
+        return computed + sum(self._sent(entry, work, speed, times, 0).forward for entry, times in repeated if times)
 
-    def _communication(self, block: BlockSpec, work: BlockWork) -> dict[str, Phases]:
+    def _communication(self, block: BlockSpec, work: BlockWork, speed: Speeds) -> dict[str, Phases]:
         """Exposed communication of a block."""
         found: dict[str, Phases] = {}
         for entry in block.collectives:
             term = _OF_DIMENSION[entry.dimension]
-            sent = self._sent(entry, work, entry.forward, entry.backward)
+            sent = self._sent(entry, work, speed, entry.forward, entry.backward)
             found[term] = found.get(term, _NOTHING).plus(sent)
         return found
 
-    def _sent(self, entry: BlockCollective, work: BlockWork, forward: int, backward: int) -> Phases:
-        """A collective, so many times. A ring of cp hides behind the attention that it feeds."""
+    def _sent(self, entry: BlockCollective, work: BlockWork, speed: Speeds, forward: int, backward: int) -> Phases:
+        """A collective, so many times. A ring of cp hides behind the attention that it feeds.
+
+        Of several sequences that are cut, each rank's parts lie side by side: one operation puts them in order.
+        """
         group = self._groups[entry.dimension]
         size = self._strategy.microbatch * entry.message_bytes
         if entry.kind == "all_to_all" and self._job.expert_imbalance > 1:
             size = int(size * self._job.expert_imbalance)
         one = collective_s(entry.kind, size, group)
+        if self._orders and entry.kind in ("all_gather", "reduce_scatter"):
+            one += 2 * size / speed.bytes_per_s + speed.reached.kernel_s
         phases = Phases(one * forward, one * backward, 0.0)
         if entry.dimension == "cp" and entry.kind == "send" and group.size > 1:
             hides = (group.size - 1) / group.size

@@ -160,8 +160,9 @@ def test_the_loss_reads_this_ranks_part_of_the_logits(tp: int) -> None:
 
 
 def test_communication_moves_nothing_here() -> None:
-    """Under sequence parallelism gathers and scatters are links' work: less is moved than without it."""
+    """Under sequence parallelism gathers and scatters are links' work: less is moved than without it, where the runtime
+    sums the results of attention and MLP in a copy."""
     for stack in STACKS:
         plain, cut = (layer(LLAMA, tp=2, sequence_parallel=on, stack=stack) for on in (False, True))
         assert cut.element_bytes < plain.element_bytes
-        assert cut.kernels == plain.kernels
+        assert plain.kernels - cut.kernels == (2 if stack == "eager" else 0)

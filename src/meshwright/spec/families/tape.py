@@ -182,12 +182,8 @@ class Tape(Record):
             self._entered.clear()
 
     def _gathered(self, x: Value) -> Value:
-        """All tokens of parts of them. Each rank's lie behind those of the rank before: they are put in order."""
-        whole = self.new(x.rows * self.layout.tp, x.width)
-        if not self.eager:
-            return self.apply("all_gather", [x], [whole], kernels=0)
-        pieces = self.apply("all_gather", [x], [self.new(whole.rows, x.width)], kernels=0)
-        return self.apply("put in order", [pieces], [whole], backward=Backward(2 * whole.bytes))
+        """All tokens of parts of them. (Several sequences are put in order after it: the price of a gather.)"""
+        return self.apply("all_gather", [x], [self.new(x.rows * self.layout.tp, x.width)], kernels=0)
 
     def leave(self, out: Value) -> Value:
         """The sum of partial results over tp, back in the residual stream."""
@@ -199,9 +195,6 @@ class Tape(Record):
         self.collective("reduce_scatter", "tp", out.bytes, forward=1, backward=0)
         self.collective("all_gather", "tp", out.bytes, forward=0, backward=1)
         part = self.new(out.rows // self.layout.tp, out.width)
-        if self.eager:
-            pieces = self.new(out.rows, out.width)
-            out = self.apply("put in order", [out], [pieces], backward=Backward(2 * out.bytes))
         return self.apply("reduce_scatter", [out], [part], product=not self.eager, kernels=0)
 
     def split_sequence(self, x: Value) -> Value:
@@ -209,7 +202,7 @@ class Tape(Record):
         self.cut_sequences(True)
         self.collective("all_gather", "tp", x.bytes, forward=0, backward=1)
         part = self.new(self.rows, x.width)
-        return self.apply("split", [part], [part], backward=Backward(2 * x.bytes))
+        return self.apply("split", [part], [part], backward=Backward(0, 0))
 
     def join_sequence(self, x: Value) -> Value:
         """The whole stream of every rank's part, for what all of them compute alike: backward takes its part."""
