@@ -19,6 +19,7 @@ from tests.equivalence import (
     test_own_data,
     test_strategies,
     test_structures,
+    test_tensor_dropout,
     test_tensor_parallel,
     test_user_reports,
 )
@@ -81,6 +82,7 @@ TIED = test_user_reports.test_a_tied_weight_has_one_gradient
 PAIRS = test_strategies.test_pairs_of_options
 MASKS = test_dropout.test_masks_do_not_depend_on_the_layout
 DIVIDED = test_tensor_parallel.test_pairs_of_options
+TENSOR_MASKS = test_tensor_dropout.test_D24_masks_are_equal_where_activations_are_and_different_where_they_are_divided
 HEADS = Case(world=2, tp=2, clip=0.1)
 SEQUENCES = Case(world=2, tp=2, sequence_parallel=True)
 COPIED_HEADS = Case(world=4, tp=4, model="decoder-16")
@@ -140,6 +142,7 @@ MUTATIONS = [
     caught("wrong_head_for_a_query", DIVIDED, case=PICKED_HEADS),
     caught("bias_added_by_every_rank", DIVIDED, case=BIASES),
     caught("tokens_in_other_order", DIVIDED, case=SEQUENCES),
+    caught("same_mask_on_divided_activations", TENSOR_MASKS, "divided", name="own"),
 ]
 
 
