@@ -34,6 +34,7 @@ from meshwright.spec import Cluster, DecoderShape, Job, Layout, Strategy, is_exe
 from meshwright.spec.clusters import parse_cluster
 from meshwright.spec.decoder import described
 from meshwright.spec.files import to_table
+from meshwright.spec.job import Recompute
 from meshwright.spec.text import parse_strategy
 from meshwright.spec.values import show_value
 
@@ -80,13 +81,14 @@ def strategies(shape: DecoderShape, job: Job, ranks: int) -> list[Strategy]:
     """Every strategy on these ranks that this version runs: dp, tp, ZeRO, shard group, microbatch, recompute, prefetch,
     and whether sequences are cut."""
     found = []
+    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
     for tp in degrees(shape, ranks):
         dp = ranks // tp
         cuts = (False, True) if tp > 1 and job.sequence % tp == 0 else (False,)
         shards = {zero: divisors(dp)[1:] if zero else [1] for zero in range(4)}
         ways = [(z, shard, ahead) for z in shards for shard in shards[z] for ahead in ((0, 1) if z == 3 else (0,))]
         for microbatch, recompute, cut, (zero, shard, prefetch) in product(
-            divisors(job.global_batch // dp), ("none", "selective", "full"), cuts, ways
+            divisors(job.global_batch // dp), kinds, cuts, ways
         ):
             found.append(
                 Strategy(
@@ -113,8 +115,10 @@ def choose(shape: DecoderShape, job: Job, cluster: Cluster, ranks: int) -> Strat
 def text(strategy: Strategy) -> str:
     """The text form, with what is not the default."""
     usual = Strategy()
-    names = ("dp", "tp", "sequence_parallel", "zero", "shard", "microbatch", "recompute", "recompute_blocks")
-    names = (*names, "unit_blocks", "prefetch")
+    names = (
+        *("dp", "tp", "sequence_parallel", "zero", "shard", "microbatch"),
+        *("recompute", "recompute_blocks", "unit_blocks", "prefetch"),
+    )
     given = {name: getattr(strategy, name) for name in names}
     if strategy.shard == strategy.dp:
         del given["shard"]
