@@ -33,7 +33,7 @@ from meshwright.runtime.vocabulary import VocabularyLogits
 from meshwright.runtime.vocabulary.columns import Columns, replicated
 from tests.harness.hugging_face import FAMILIES, make_model, rows_of
 from tests.harness.ranks import run_ranks
-from tests.runtime.vocabulary.losses import DIVIDED, GATHERED, Loss, sure
+from tests.runtime.vocabulary_losses import DIVIDED, GATHERED, Loss, sure
 
 #: Ranks and vocabulary; of 5 columns over 4 ranks the last rank has none.
 LAYOUTS = ((2, 101), (3, 101), (4, 101), (4, 5))
