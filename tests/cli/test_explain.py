@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 import meshwright
 from meshwright import ConfigError, Engine, Job, Sharded, Strategy, explain_sharding
 from meshwright.cli import app
+from meshwright.errors import UnsupportedCombination
 from tests.harness.ranks import run_ranks
 
 OWN = Path(__file__).with_name("own_models.py")
@@ -177,9 +178,9 @@ def test_blocks_that_differ_are_told_apart() -> None:
     assert [entry.name for entry in found.modules if entry.name.endswith("up")] == ["layers.0-1,3.up", "layers.2.up"]
 
 
-def test_ranks_that_hold_nothing() -> None:
-    found = explain_sharding(f"{OWN}:build", 30, annotations=PAIR)
-    assert "7 ranks have none of it" in told(found, "layers.*.up")
+def test_no_rank_is_left_without_a_part() -> None:
+    with pytest.raises(UnsupportedCombination, match="tp=30 over the 23 channels"):
+        explain_sharding(f"{OWN}:build", 30, annotations=PAIR)
 
 
 def test_one_rank_holds_all() -> None:
