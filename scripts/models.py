@@ -50,8 +50,11 @@ TENSOR_FAMILIES = (
     *("nemotron", "olmo", "seed_oss", "exaone4", "ernie4_5", "gptj", "deepseek_v3"),
 )
 WITHOUT_PLAN = ("bloom", "mpt", "falcon", "t5", "bart", "bert", "roberta", "vit", "whisper")
-#: Keys besides the family, where tp=2 does not divide the heads of the default config.
-KEYS: dict[str, dict[str, Any]] = {"falcon": {"hidden_size": 4096, "num_attention_heads": 64}}
+#: Keys besides the family: 71 heads are divided by nothing, and a class does not fill in its own default.
+KEYS: dict[str, dict[str, Any]] = {
+    "falcon": {"hidden_size": 4096, "num_attention_heads": 64},
+    "nemotron": {"num_key_value_heads": 8},
+}
 #: What is refused, and by whom.
 REFUSED = ("clip", "wav2vec2", "mamba", "a_model_of_ours")
 
