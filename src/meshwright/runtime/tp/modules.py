@@ -167,7 +167,7 @@ def divide_head(
         return (wire.gather(x) if gathers and wire.cuts_sequences else wire.enter(x),)
 
     def divided(module: nn.Module, args: Any, output: torch.Tensor) -> Any:
-        return result(output.narrow(-1, 0, size))
+        return result(output if output.shape[-1] == size else output.narrow(-1, 0, size))
 
     module.register_forward_pre_hook(entered)
     module.register_forward_hook(divided)
