@@ -78,7 +78,7 @@ class DecoderModel:
         head = block_of("lm_head", "head", last, self._leaving(last))
         vocabulary = -(-self.predicts // layout.tp)
         label = _LABEL_BYTES if self.predicts else 0
-        forward, backward = _loss_traffic(last, vocabulary)
+        forward, backward = _loss_traffic(last, vocabulary, padded=self.predicts % layout.tp > 0)
         return ModelSpec(
             name=self.name,
             layout=layout,
@@ -169,19 +169,19 @@ def _loss_kept(tape: Tape, vocabulary: int) -> int:
     return (wide if wide > narrow else 0) + 2 * tape.wide_bytes
 
 
-def _loss_traffic(tape: Tape, vocabulary: int) -> tuple[int, int]:
+def _loss_traffic(tape: Tape, vocabulary: int, *, padded: bool) -> tuple[int, int]:
     """Bytes that cross entropy over this rank's part of the vocabulary reads and writes, forward and backward.
 
     Operations one by one: a cast to float32 where the logits are narrower, the logarithm of a softmax, and of it the
     labels' values; back, a gradient that is zero but for them, that of the softmax, and the cast. Over a part of the
     vocabulary: the maximum, the difference to it, its exponential and the sum of those; back, four steps in place to
-    the gradient, and it is put beside the padding. A fused kernel reads the logits twice, for their maximum and sum and
-    for the labels; back, it reads them and writes their gradient.
+    the gradient, and it is put beside the padding, where there is any. A fused kernel reads the logits twice, for their
+    maximum and sum and for the labels; back, it reads them and writes their gradient.
     """
     narrow, wide = (tape.layout.tokens * vocabulary * size for size in (tape.compute_bytes, tape.wide_bytes))
     if not tape.eager:
         return 2 * narrow, 2 * narrow
     cast = narrow + wide if wide > narrow else 0
     if tape.layout.tp > 1:
-        return cast + 6 * wide, 8 * wide + cast + 3 * narrow
+        return cast + 6 * wide, 8 * wide + cast + (3 * narrow if padded else 0)
     return cast + 2 * wide, wide + 3 * wide + cast
