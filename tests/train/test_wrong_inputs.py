@@ -105,7 +105,7 @@ def set_(*values: str) -> list[str]:
         (["--pin", "dp=2", "--pin", "shard=3", "--pin", "zero=1"], ["shard=3 does not divide dp=2"]),
         (["--pin", "zero=1", "--pin", "zero=2"], ["contradicts itself: zero=1 and zero=2"]),
         (["--pin", "microbatch>=4", "--pin", "microbatch<=2"], ["contradicts itself"]),
-        (["--pin", "tp=2", "--pin", "dp=2"], ["dp=2 tp=2 pinned", "2 devices"]),
+        (["--pin", "tp=2", "--pin", "dp=2"], ["tp=2 dp=2 pinned", "2 devices"]),
         (["--strategy", "pp=2 schedule=1f1b"], ["pipeline parallelism (pp=2) is not executable yet"]),
         (["--strategy", "dp=2 zro=3"], ["zro"]),
         (["--strategy", "dp=2", "--pin", "zero=3"], ["--strategy", "--pin"]),
