@@ -473,7 +473,7 @@ class TestWrongData:
             list(Batches(list(range(24)), job(), Strategy(dp=1), collate=list))
 
     def test_ranks_without_a_group(self) -> None:
-        with pytest.raises(ConfigError, match="dp=2 data-parallel ranks, but there are 1 ranks"):
+        with pytest.raises(ConfigError, match="needs 2 ranks, but there are 1"):
             Batches(list(range(24)), job(), Strategy(dp=2))
 
     def test_the_launcher_names_the_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
