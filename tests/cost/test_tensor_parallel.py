@@ -87,8 +87,8 @@ def lattice() -> list[Case]:
 
 @cache
 def counted(cases: tuple[Case, ...]) -> list[dict[Case, Counted]]:
-    """What each rank counted, of cases with as many ranks."""
-    return run_ranks(cases[0].world, _count_all, cases, timeout_s=600)
+    """What each rank counted, of cases of a model with as many ranks."""
+    return run_ranks(cases[0].world, _count_all, cases, timeout_s=30.0 * len(cases) + 120)
 
 
 def _count_all(cases: tuple[Case, ...]) -> dict[Case, Counted]:
@@ -103,7 +103,7 @@ def _count_all(cases: tuple[Case, ...]) -> dict[Case, Counted]:
 
 
 def hold(case: Case, cases: tuple[Case, ...]) -> None:
-    ranks = counted(tuple(other for other in cases if other.world == case.world))
+    ranks = counted(tuple(one for one in cases if (one.world, one.model) == (case.world, case.model)))
     strategy, job = parse_strategy(case.words), case.job
     model = described(case.model, tied=case.tied, layout=Layout.of(job, strategy))
     assert {str(rank[case].collectives) for rank in ranks} == {str(ranks[0][case].collectives)}

@@ -101,7 +101,8 @@ class Wire:
         """This rank's tokens."""
         padded = self._padded(whole)
         share = padded.shape[1] // self.size
-        return padded.narrow(1, self.rank * share, share).contiguous()
+        # A copy also where the part lies in one piece: as a view it would keep the whole.
+        return padded.narrow(1, self.rank * share, share).clone(memory_format=torch.contiguous_format)
 
     def side_by_side(self, part: torch.Tensor, widths: list[int]) -> torch.Tensor:
         """All-gather along the last dim, of parts of any width."""
