@@ -32,7 +32,8 @@ def calibrate(*, ranks: int = 0, tiny: bool = False, progress: Progress | None =
     """Measure this machine: products, attention, memory, starting an operation, collectives, links and disk.
 
     One process with one thread runs on each device, as in training, and all measure at the same time. Every figure is
-    the median of several rounds.
+    the median of several rounds. The collectives of tensor parallelism are those of ZeRO (all-reduce, all-gather,
+    reduce-scatter, each waited for), so that one link fitted to them prices both.
 
     Args:
         ranks: processes; 0 for one on every device.

@@ -277,7 +277,11 @@ def _host_link(device: torch.device, sizes: Sizes, clock: _Clock) -> Cells:
 
 
 def _collectives(device: torch.device, sizes: Sizes, ranks: int) -> Cells:
-    """The collectives of a step, over the group and with the calls that the runtime uses; messages are whole."""
+    """The collectives of a step, over the group and with the calls that the runtime uses; messages are whole.
+
+    One at a time, each waited for: so tensor parallelism sends activations, and on a CPU ZeRO its units. The sizes
+    reach from the few bytes of a loss to those of a large microbatch's residual stream.
+    """
     cells: Cells = {}
     for size in sizes.messages:
         count = max(ranks, size // 4 // ranks * ranks)
