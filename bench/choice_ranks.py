@@ -18,14 +18,19 @@ __all__ = ["Ranks"]
 
 
 class Ranks:
-    """`world` processes in one gloo group, one thread each."""
+    """`world` processes in one gloo group, one thread each.
 
-    def __init__(self, world: int) -> None:
+    Args:
+        script: what a rank runs, with its number, `world` and a file for them to meet as arguments.
+        python: that runs it.
+    """
+
+    def __init__(self, world: int, *, script: str = __file__, python: str = sys.executable) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-choice-")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self._processes = [
             subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(world), str(Path(self._folder.name) / "store")],
+                [python, script, str(rank), str(world), str(Path(self._folder.name) / "store")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
