@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.cost import StepMemory, cut, estimate
 from meshwright.cost.occasions import occasions
-from meshwright.cost.stages import even_layers
+from meshwright.spec import even_layers
 from meshwright.errors import ConfigError
 from meshwright.spec import BlockSpec, Cluster, DecoderShape, Device, Job, NodeGroup, Offload, Strategy, describe
 from tests.cost.flat import flat_model

@@ -48,7 +48,7 @@ class Case:
     `source`: the Engine gets a `builder`, or a `module` with real values. `dtype` is that of stored parameters,
     `compute` the compute dtype where it differs. `rate` is the learning rate, the optimizer's usual one by default;
     `halving`: a scheduler halves it after each step. `microbatch` counts sequences of 53 tokens;
-    `world` ranks, of which each `tp` in a row compute the same rows.
+    `world` ranks, of which each `tp` in a row compute the same rows of the same of `pp` stages.
     """
 
     model: str = "decoder"
@@ -64,9 +64,15 @@ class Case:
     clip: float = 0.0
     world: int = 2
     tp: int = 1
+    pp: int = 1
+    schedule: str = "single"
+    virtual_stages: int = 1
+    stages: tuple[int, ...] = ()
     sequence_parallel: bool = False
     zero: int = 0
     shard: int = 0
+    gather: str = "auto"
+    reduce: str = "auto"
     accumulation: int = 1
     microbatch: int = 2
     recompute: str = "none"
@@ -84,7 +90,7 @@ class Case:
     @property
     def dp(self) -> int:
         """Ranks with other rows."""
-        return self.world // self.tp
+        return self.world // (self.tp * self.pp)
 
     @property
     def microbatches(self) -> int:
@@ -98,9 +104,15 @@ class Case:
             self,
             world=1,
             tp=1,
+            pp=1,
+            schedule="single",
+            virtual_stages=1,
+            stages=(),
             sequence_parallel=False,
             zero=0,
             shard=0,
+            gather="auto",
+            reduce="auto",
             accumulation=self.microbatches,
             recompute="none",
             recompute_blocks=0,
@@ -130,6 +142,12 @@ class Case:
         return Strategy(
             dp=self.dp,
             tp=self.tp,
+            pp=self.pp,
+            schedule=self.schedule,
+            virtual_stages=self.virtual_stages,
+            stages=self.stages,
+            gather=self.gather,
+            reduce=self.reduce,
             sequence_parallel=self.sequence_parallel,
             zero=self.zero,
             shard=self.shard,
@@ -187,6 +205,7 @@ def build_engine(case: Case) -> Engine:
         case.strategy,
         batch_scope=case.scope,
         scheduler=halve if case.halving else None,
+        example=case.batch(0) if case.model.startswith("mlp") else None,
         measure_memory="never",
     )
 
@@ -206,7 +225,7 @@ def _share(batch: Any, case: Case) -> Any:
     if case.scope == "global" or case.world == 1:
         return batch
     rows = case.accumulation * case.microbatch
-    start = torch.distributed.get_rank() // case.tp * rows
+    start = case.strategy.data_rank(torch.distributed.get_rank()) * rows
     cut = slice(start, start + rows)
     return {k: v[cut] for k, v in batch.items()} if isinstance(batch, dict) else tuple(v[cut] for v in batch)
 

@@ -13,10 +13,9 @@ from meshwright.cost.links import Placement
 from meshwright.cost.memory import StepMemory, recomputed_blocks
 from meshwright.cost.price import price
 from meshwright.cost.stage_work import Workshop
-from meshwright.cost.stages import even_layers
 from meshwright.cost.time import StepTime
 from meshwright.schedule import FOLDED, stage_ranks
-from meshwright.spec import Cluster, Cost, Job, Layout, ModelSpec, Strategy
+from meshwright.spec import Cluster, Cost, Job, Layout, ModelSpec, Strategy, even_layers
 from meshwright.spec.conventions import on_accelerator
 from meshwright.spec.families import Described
 

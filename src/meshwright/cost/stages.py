@@ -10,9 +10,9 @@ from msgspec import Struct
 
 from meshwright.errors import ConfigError
 from meshwright.schedule import FOLDED
-from meshwright.spec import BlockSpec, ModelSpec, Strategy
+from meshwright.spec import BlockSpec, ModelSpec, Strategy, even_layers
 
-__all__ = ["Stage", "cut", "even_layers"]
+__all__ = ["Stage", "cut"]
 
 
 class Stage(Struct, frozen=True):
@@ -32,14 +32,6 @@ class Stage(Struct, frozen=True):
     def parameters(self) -> int:
         """Elements that this stage owns: summed over stages they are the model's."""
         return sum(block.parameters for block in self.blocks) - self.copied_parameters
-
-
-def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers per stage, as even as can be; what is over goes to the middle, away from embedding and head."""
-    base, over = divmod(layers, stages)
-    middle = sorted(range(stages), key=lambda stage: (abs(2 * stage - (stages - 1)), stage))
-    more = set(middle[:over])
-    return tuple(base + (stage in more) for stage in range(stages))
 
 
 def cut(model: ModelSpec, strategy: Strategy) -> tuple[Stage, ...]:

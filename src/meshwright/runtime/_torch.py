@@ -32,13 +32,16 @@ __all__ = [
     "ReduceScatter",
     "TorchDispatchMode",
     "WeakIdKeyDictionary",
+    "finish_backward",
     "gathered_storages",
     "group_timeout",
     "graph_node",
     "make_root",
     "mark_managed",
+    "reduce_unit",
     "storage_key",
     "unsharded_gradient_storages",
+    "unsharded_parameters",
     "use_explicit_gathers",
     "wrapper_tensor",
 ]
@@ -100,6 +103,28 @@ def _groups(root: nn.Module) -> Iterator[Any]:
                 if id(group) not in seen:
                     seen.add(id(group))
                     yield group
+
+
+def unsharded_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """What autograd knows of a sharded unit's parameters, gathered or not (2.13: FSDP2 shows them while gathered)."""
+    groups = fully_shard.state(module)._fsdp_param_groups  # type: ignore[attr-defined]  # a contract adds `state`
+    return [
+        parameter.unsharded_param
+        for group in groups
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    ]
+
+
+def reduce_unit(module: nn.Module) -> None:
+    """Do with a unit what FSDP2 does after its backward: reduce and release as it was told to (2.13: only hooks do)."""
+    for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]  # a contract adds `state`
+        group.post_backward()
+
+
+def finish_backward(root: nn.Module) -> None:
+    """Do what FSDP2 does at the end of a backward through its outermost module (2.13: only hooks do)."""
+    fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]  # a contract adds `state`
 
 
 def gathered_storages(root: nn.Module) -> Iterator[torch.UntypedStorage]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +15,12 @@ from torch import nn
 from meshwright.errors import ConfigError
 from meshwright.runtime.batch_norm import couple_batch_norms
 from meshwright.runtime.collectives import Traffic
+from meshwright.runtime.cuts import Cuts
 from meshwright.runtime.init import materialise, meta_parameters, share_values, store_parameters_as
 from meshwright.runtime.mesh import RankMesh, rank_mesh
+from meshwright.runtime.pp.apply import PipelineParallel
+from meshwright.runtime.pp.stage import Stage
+from meshwright.runtime.pp.staged import StagedZero
 from meshwright.runtime.precision import cast_inputs
 from meshwright.runtime.pretrained import Pretrained
 from meshwright.runtime.ranks import require_world
@@ -23,8 +29,8 @@ from meshwright.runtime.replicas import Replicas
 from meshwright.runtime.seeds import DropoutStreams, preserved_random_state, seed_for
 from meshwright.runtime.shards import Shards
 from meshwright.runtime.tp import TensorParallel, plan_sharding
-from meshwright.runtime.units import choose_blocks, make_units
-from meshwright.runtime.zero import Zero
+from meshwright.runtime.units import Unit, choose_blocks, make_units
+from meshwright.runtime.zero import Used, Zero
 from meshwright.spec import Job, Strategy
 
 __all__ = ["Built", "build"]
@@ -37,6 +43,7 @@ class Built:
     Attributes:
         coupled: its forward computes over the rows of all ranks, so that every rank must have them.
         tp: how it is divided over the tensor-parallel ranks; None where it is not.
+        pipeline: how it is cut into stages; None where it is not.
     """
 
     model: nn.Module
@@ -46,6 +53,7 @@ class Built:
     traffic: Traffic
     coupled: bool
     tp: TensorParallel | None
+    pipeline: PipelineParallel | None
 
 
 def build(
@@ -57,12 +65,16 @@ def build(
     host: dist.ProcessGroup | None,
     weights: str | Path | None = None,
     sharding: Mapping[str, str] | None = None,
+    example: Any = None,
+    labels: bool = False,
 ) -> Built:
-    """Apply tensor parallelism, recompute, then ZeRO, then initial values.
+    """Apply tensor parallelism, the cut into stages, recompute, then ZeRO, then initial values.
 
     Args:
         sharding: which modules tensor parallelism divides how, where the model's own plan does not say so.
         weights: safetensors with initial values, as `pretrained.py` reads them.
+        example: a batch as steps take them, to cut the model by.
+        labels: whether the model is called with labels.
         host: the group for coordination on the host; None where the default group serves.
 
     Raises:
@@ -74,13 +86,15 @@ def build(
     mesh = rank_mesh(strategy, device)
     module = _module(model, job.seed, device)
     _refuse_what_cannot_be_sharded(module, strategy)
-    stored, compute, reduced = (getattr(torch, name) for name in (job.param_dtype, job.compute_dtype, job.reduce_dtype))
+    stored, compute = getattr(torch, job.param_dtype), getattr(torch, job.compute_dtype)
     coupled = couple_batch_norms(module, strategy, device, compute)
     given = Pretrained(module, weights, host) if weights is not None else None
     share_values(module, device, given)
     store_parameters_as(module, stored)
     blocks = choose_blocks(module, block_names)
-    traffic, tp = Traffic(), None
+    traffic, tp, pipeline = Traffic(), None, None
+    if mesh.pp > 1:
+        pipeline = PipelineParallel(module, blocks, strategy, mesh, device, example=example, labels=labels)
     if mesh.tp > 1:
         tp = TensorParallel(
             module,
@@ -94,35 +108,80 @@ def build(
     elif sharding:
         plan_sharding(module, sharding)
     cuts = tp.sharding.cuts if tp is not None else {}
-    units = make_units(module, unit_blocks=strategy.unit_blocks, blocks=blocks)
     part = mesh.tp_rank if strategy.sequence_parallel else 0
     dropout = DropoutStreams(job.seed, blocks, part=part, split=tp.streams if tp is not None else None)
-    apply_recompute(blocks, strategy)
+    recomputed = apply_recompute(blocks, strategy)
+    make = partial(
+        _hold,
+        job=job,
+        strategy=strategy,
+        mesh=mesh,
+        cuts=cuts,
+        traffic=traffic,
+        host=host,
+        values=lambda: materialise(module, device=device, seed=job.seed, given=given, cuts=cuts, tp_rank=mesh.tp_rank),
+    )
+    if pipeline is None:
+        units = make_units(module, unit_blocks=strategy.unit_blocks, blocks=blocks)
+        if compute != stored:
+            cast_inputs(list(dict.fromkeys([module, *(part for unit in units for part in unit.modules)])), compute)
+        return Built(module, make({0: (module, units)}, used=None)[0], mesh, dropout, traffic, coupled, tp, None)
+    pipeline.keep_own(sharded=mesh.shard is not None)
+    pipeline.watch_dropout(dropout)
+    pipeline.recomputed.update(recomputed)
+    stages = {stage: (own, pipeline.units(stage, strategy.unit_blocks)) for stage, own in pipeline.stages.items()}
     if compute != stored:
-        cast_inputs(list(dict.fromkeys([module, *(part for unit in units for part in unit.modules)])), compute)
-    zero: Zero
-    if mesh.shard is not None:
-        zero = Shards(
+        parts = (part for _, units in stages.values() for unit in units for part in unit.modules)
+        cast_inputs(list(dict.fromkeys([module, *(part for part in parts if not isinstance(part, Stage))])), compute)
+    used = pipeline.used
+    held = make(stages, used=used)
+    pipeline.mark_late(held)
+    zero = StagedZero(held, mesh, cuts, used, traffic, shared=pipeline.shared(), copies=pipeline.second_copies())
+    zero.find_stored()
+    zero.refresh_copies()
+    return Built(module, zero, mesh, dropout, traffic, coupled, tp, pipeline)
+
+
+def _hold(
+    stages: Mapping[int, tuple[nn.Module, list[Unit]]],
+    *,
+    job: Job,
+    strategy: Strategy,
+    mesh: RankMesh,
+    cuts: Cuts,
+    traffic: Traffic,
+    host: dist.ProcessGroup | None,
+    values: Callable[[], None],
+    used: Used | None,
+) -> dict[int, Zero]:
+    """Give stages (a whole model is one) their way to hold parameters, and parameters their values."""
+    stored, compute, reduced = (getattr(torch, name) for name in (job.param_dtype, job.compute_dtype, job.reduce_dtype))
+    dtypes = {"compute_dtype": compute, "stored_dtype": stored, "reduce_dtype": reduced}
+    found: dict[int, Zero] = {}
+    if mesh.shard is None:
+        values()
+        for stage, (_, units) in stages.items():
+            found[stage] = Replicas(units, mesh, cuts, **dtypes, traffic=traffic, used=used)
+        return found
+    for stage, (module, units) in stages.items():
+        found[stage] = Shards(
             module,
             units,
             mesh,
             cuts,
             zero=strategy.zero,
             prefetch=strategy.prefetch,
-            compute_dtype=compute,
-            stored_dtype=stored,
-            reduce_dtype=reduced,
+            **dtypes,
             traffic=traffic,
             host=host,
+            used=used,
         )
-        materialise(module, device=device, seed=job.seed, given=given, cuts=cuts, tp_rank=mesh.tp_rank)
-        zero.find_stored()
-    else:
-        materialise(module, device=device, seed=job.seed, given=given, cuts=cuts, tp_rank=mesh.tp_rank)
-        zero = Replicas(
-            units, mesh, cuts, compute_dtype=compute, stored_dtype=stored, reduce_dtype=reduced, traffic=traffic
-        )
-    return Built(module, zero, mesh, dropout, traffic, coupled, tp)
+    for part in found.values():
+        part.point_to_stored()
+    values()
+    for part in found.values():
+        part.find_stored()
+    return found
 
 
 def _module(model: nn.Module | Callable[[], nn.Module], seed: int, device: torch.device) -> nn.Module:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,15 +27,16 @@ from meshwright.runtime.loss import LossFunction
 from meshwright.runtime.loss_scale import LossScale
 from meshwright.runtime.memory import MemoryMeter, bytes_of, state_storages
 from meshwright.runtime.microbatches import Microbatches
-from meshwright.runtime.model_loss import bind_loss
+from meshwright.runtime.model_loss import ModelLoss, bind_loss
 from meshwright.runtime.player import play
+from meshwright.runtime.pp import PipelineRun
 from meshwright.runtime.ranks import global_rank, host_group, join_ranks, local_device, world_size
 from meshwright.runtime.report import StepReport
 from meshwright.runtime.resume import load_engine, save_engine
 from meshwright.runtime.same_batch import SameBatch
 from meshwright.runtime.seeds import preserved_random_state
 from meshwright.runtime.uneven import require_no_failure, share_of, together, wrong_rows
-from meshwright.schedule import single_stage
+from meshwright.schedule import Schedule, make_schedule, single_stage
 from meshwright.spec import Job, Strategy, require_executable
 
 __all__ = ["Engine"]
@@ -61,6 +62,9 @@ class Engine:
         device: this rank's device; its accelerator where there is one, by default.
         weights: safetensors (a file or a Hugging Face folder) with initial values. Each rank reads only its own slices;
             what they do not hold is named in the log and begins as without them.
+        example: a batch as steps take them, of any number of rows, by which pipeline parallelism cuts the model: its
+            forward is gone through once without computing. Not needed for Hugging Face models, nor for what takes
+            tokens alone.
         sharding: how tensor parallelism divides modules, by name patterns (`*`: one part of a name): `colwise`,
             `rowwise`, `vocab`, `sequence`, `replicate` or `gather-output`; the rest as the model's own plan has it.
         measure_memory: count memory in the `"first"` two steps, in `"every"` step (slower), or `"never"`.
@@ -85,6 +89,7 @@ class Engine:
         device: torch.device | str | None = None,
         weights: str | Path | None = None,
         sharding: Mapping[str, str] | None = None,
+        example: Any = None,
         measure_memory: Literal["first", "every", "never"] = "first",
     ) -> None:
         require_executable(strategy, job)
@@ -98,8 +103,20 @@ class Engine:
         self.rank = global_rank()
         self._host_group = host_group(self.device)
         self.microbatches = strategy.microbatches(job.global_batch)
-        built = build(model, job, strategy, self.device, blocks, self._host_group, weights, sharding)
+        built = build(
+            model,
+            job,
+            strategy,
+            self.device,
+            blocks,
+            self._host_group,
+            weights,
+            sharding,
+            example,
+            isinstance(loss, ModelLoss),
+        )
         self.model, self._zero, self._dropout, self._traffic = built.model, built.zero, built.dropout, built.traffic
+        self._pipeline = built.pipeline
         self._coupled, self._inside = built.coupled, False
         self._mesh, self._tp, self._shared = built.mesh, built.tp, SameBatch(built.mesh, self.device)
         #: Data-parallel ranks, and which of them this one is: what a sampler of local batches has to know.
@@ -107,15 +124,9 @@ class Engine:
         self._loss_tried = False
         self._loss, self._own_loss = loss, bind_loss(loss, self.model)
         self._scale = LossScale(dynamic=job.compute_dtype == "float16")
-        self.optimizer = make_optimizer(optimizer, self.model, strategy)
+        self.optimizer = make_optimizer(optimizer, self._trained(), strategy)
         self.scheduler = make_scheduler(scheduler, self.optimizer)
-        self.schedule = single_stage(
-            zero=strategy.zero,
-            shard=strategy.shard,
-            dp=strategy.dp,
-            microbatches=self.microbatches,
-            units=len(self._zero.units),
-        )
+        self.schedule = self._make_schedule()
         self.steps_done = 0
         self.skipped_steps = 0
         self.samples_seen = 0
@@ -172,7 +183,7 @@ class Engine:
                 why="there the model is in evaluation mode, without gradients",
                 fix="leave the context first",
             )
-        run = Microbatches(self, mine, count)
+        run = Microbatches(self, mine, count) if self._pipeline is None else PipelineRun(self, mine, count)
         measured = self._measure == "every" or (self._measure == "first" and self._measured_steps < 2)
         meter = MemoryMeter(self.model, self.optimizer, self._zero) if measured else None
         if measured and self.device.type != "cpu":
@@ -182,7 +193,8 @@ class Engine:
             with preserved_random_state(self.device), meter or nullcontext():
                 self._zero.begin_step()
                 run.meter = meter
-                play(self.schedule, 0, run)
+                play(self.schedule, self._mesh.pp_rank, run)
+                run.finish()
                 self._zero.finish_reduces()
                 if self._tp is not None:
                     run.refused = run.refused or self._tp.sum_shares(self._zero)
@@ -238,7 +250,12 @@ class Engine:
         self._zero.begin_evaluation()
         self._inside, reachable = True, True
         try:
-            with torch.no_grad(), self._tp.whole() if self._tp is not None else nullcontext():
+            with ExitStack() as stack:
+                stack.enter_context(torch.no_grad())
+                if self._tp is not None:
+                    stack.enter_context(self._tp.whole())
+                if self._pipeline is not None:
+                    stack.enter_context(self._pipeline.together())
                 yield self.model
         except BaseException as error:
             reachable = isinstance(error, Exception)  # interrupted, it waits for nobody
@@ -304,6 +321,34 @@ class Engine:
     def bytes_at_rest(self) -> dict[str, int]:
         """Bytes this rank holds between steps, by category; each storage once."""
         return {kind: bytes_of(storages) for kind, storages in state_storages(self.model, self.optimizer).items()}
+
+    def _trained(self) -> list[nn.Parameter]:
+        """What the optimizer is built over, in the model's order."""
+        own = {id(parameter) for parameter in self._zero.stored.values()}
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad and id(parameter) in own]
+
+    def _make_schedule(self) -> Schedule:
+        strategy = self.strategy
+        if self._pipeline is None:
+            return single_stage(
+                zero=strategy.zero,
+                shard=strategy.shard,
+                dp=strategy.dp,
+                microbatches=self.microbatches,
+                units=len(self._zero.units),
+            )
+        return make_schedule(
+            strategy.schedule,
+            ranks=strategy.pp,
+            virtual_stages=strategy.virtual_stages,
+            microbatches=self.microbatches,
+            units=self._pipeline.unit_counts(self._zero),
+            zero=strategy.zero,
+            shard=strategy.shard,
+            dp=strategy.dp,
+            gather=strategy.gather,
+            reduce=strategy.reduce,
+        )
 
     def _my_rows(self, batch: Any) -> Any:
         found, share = rows(batch), self.job.global_batch // self.strategy.dp

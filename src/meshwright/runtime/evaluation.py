@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,12 @@ def evaluate_engine(engine: Engine, batches: Iterable[Any]) -> float:
             if engine._tp is not None:
                 engine._tp.whole_logits = False  # a loss is taken of them
             for batch in evaluation_parts(batches, engine._shared, engine.strategy, engine.batch_scope, mesh.dp_rank):
-                outputs, targets = call_model(engine.model, to_device(batch, engine.device), labels=engine._own_loss)
+                with engine._pipeline.together(results=False) if engine._pipeline is not None else nullcontext():
+                    outputs, targets = call_model(
+                        engine.model, to_device(batch, engine.device), labels=engine._own_loss
+                    )
+                if mesh.pp_rank != mesh.loss_rank:
+                    continue
                 total, weight = call_loss(engine._loss, outputs, targets)
                 if mesh.leads:
                     totals[:2] += torch.stack([total.double(), weight])

@@ -16,8 +16,8 @@ from meshwright.spec import Strategy
 __all__ = ["make_optimizer", "make_scheduler"]
 
 
-def make_optimizer(factory: Any, model: nn.Module, strategy: Strategy) -> Optimizer:
-    """Build the optimizer over a model's trainable parameters, after sharding.
+def make_optimizer(factory: Any, mine: list[nn.Parameter], strategy: Strategy) -> Optimizer:
+    """Build the optimizer over trainable parameters, after sharding.
 
     Raises:
         ConfigError: it is built already, is none, needs more than one evaluation a step, looks beyond the elements that
@@ -33,7 +33,6 @@ def make_optimizer(factory: Any, model: nn.Module, strategy: Strategy) -> Optimi
         raise ConfigError(
             f"optimizer of type {type(factory).__name__}", fix="pass a function of parameters that returns an optimizer"
         )
-    mine = [parameter for parameter in model.parameters() if parameter.requires_grad]
     made = factory(mine)
     if not isinstance(made, Optimizer):
         raise ConfigError(

@@ -13,6 +13,7 @@ from meshwright.runtime.batch import call_model, count_tokens, split
 from meshwright.runtime.loss import call_loss
 from meshwright.runtime.memory import MemoryMeter
 from meshwright.runtime.ranks import world_size
+from meshwright.schedule import Action
 
 if TYPE_CHECKING:
     from meshwright.runtime.engine import Engine
@@ -41,45 +42,93 @@ class Microbatches:
         #: Why the loss cannot be trained; all ranks are told when they next speak.
         self.refused: ConfigError | None = None
 
-    def forward(self, microbatch: int, *, release: bool) -> None:
+    def forward(self, stage: int, microbatch: int, *, release: bool) -> None:
         """Run a microbatch forward and keep its loss for backward."""
-        engine, size = self._engine, self._engine.strategy.microbatch
-        if microbatch * size >= self.samples and world_size() == 1:
+        engine = self._engine
+        if microbatch * engine.strategy.microbatch >= self.samples and world_size() == 1:
             return  # nobody waits for it
         engine._zero.before_forward(release=release)
-        engine._dropout.start(engine.steps_done, engine._mesh.dp_rank * engine.microbatches + microbatch)
-        start, stop = microbatch * size, min((microbatch + 1) * size, self.samples)
-        part = split(self._batch, start, stop) if start < stop else split(self._batch, 0, 1)
+        self._start_streams(microbatch)
+        part, count = self._part(microbatch)
         outputs, targets = call_model(engine.model, part, labels=engine._own_loss)
-        if not engine._loss_tried and not engine._own_loss:
-            engine._loss_tried = True
-            if engine.microbatches > 1 or engine.strategy.dp > 1:
-                self._try_loss(outputs, targets, max(1, stop - start))
-        total, weight = call_loss(engine._loss, outputs, targets)
-        if start < stop:
-            self.loss += total.detach().double()
-            self.weight += weight
-        self._pending[microbatch] = total if start < stop else total * 0.0
+        self._pending[microbatch] = self._loss_of(outputs, targets, count)
         if self.meter is not None:
             self.meter.note()
 
-    def backward(self, microbatch: int, *, reduce: bool, release: bool, last: bool) -> None:
+    def backward(self, stage: int, microbatch: int, *, reduce: bool, release: bool, last: bool) -> None:
         """Run its backward: gradients of the sum, divided by the global weight once it is known."""
         if microbatch not in self._pending:
             return
         self._engine._zero.before_backward(reduce=reduce, release=release, last=last)
-        self._engine._zero.used.counting = microbatch * self._engine.strategy.microbatch < self.samples
-        total, loss_scale = self._pending.pop(microbatch), self._engine._scale
-        if not loss_scale.started:  # all ranks are at their first backward
-            most = self.weight.clone()
-            if world_size() > 1:
+        self._engine._zero.used.counting = self._counts(microbatch)
+        self._scaled(self._pending.pop(microbatch)).backward()
+
+    def backward_input(self, stage: int, microbatch: int, *, release: bool) -> None:
+        """Of a single stage nothing comes before."""
+        raise _single()
+
+    def backward_weight(self, stage: int, microbatch: int, *, reduce: bool, release: bool, last: bool) -> None:
+        """Of a single stage nothing comes before."""
+        raise _single()
+
+    def send(self, action: Action) -> None:
+        """A single stage has no other to send to."""
+        raise _single()
+
+    def receive(self, action: Action) -> None:
+        """A single stage has no other to receive from."""
+        raise _single()
+
+    def finish(self) -> None:
+        """After the last action."""
+
+    def _part(self, microbatch: int) -> tuple[Any, int]:
+        """The rows of a microbatch, and how many count; one that does not count where there is none."""
+        size = self._engine.strategy.microbatch
+        start, stop = microbatch * size, min((microbatch + 1) * size, self.samples)
+        if start < stop:
+            return split(self._batch, start, stop), stop - start
+        return split(self._batch, 0, 1), 0
+
+    def _counts(self, microbatch: int) -> bool:
+        return microbatch * self._engine.strategy.microbatch < self.samples
+
+    def _start_streams(self, microbatch: int) -> None:
+        engine = self._engine
+        engine._dropout.start(engine.steps_done, engine._mesh.dp_rank * engine.microbatches + microbatch)
+
+    def _loss_of(self, outputs: Any, targets: Any, count: int) -> torch.Tensor:
+        """A microbatch's sum, to go backward from; counted where it has rows."""
+        engine = self._engine
+        if not engine._loss_tried and not engine._own_loss:
+            engine._loss_tried = True
+            if engine.microbatches > 1 or engine.strategy.dp > 1:
+                self._try_loss(outputs, targets, max(1, count))
+        total, weight = call_loss(engine._loss, outputs, targets)
+        if not count:
+            return total * 0.0
+        self.loss += total.detach().double()
+        self.weight += weight
+        return total
+
+    def _scaled(self, total: torch.Tensor) -> torch.Tensor:
+        """The sum times the loss scale, which is found at the first backward of all ranks that have the loss."""
+        loss_scale = self._engine._scale
+        if not loss_scale.started:
+            mesh = self._engine._mesh
+            most = self.weight.cpu() if mesh.stage_group is not None else self.weight.clone()
+            if mesh.dp * mesh.tp > 1:
                 self._engine._traffic.count("statistics")
-                dist.all_reduce(most, op=dist.ReduceOp.MAX)
+                dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.stage_group)
             loss_scale.start(float(most))
-        (total.float() * loss_scale.factor if loss_scale.dynamic else total).backward()
+        return total.float() * loss_scale.factor if loss_scale.dynamic else total
 
     def _try_loss(self, outputs: Any, targets: Any, count: int) -> None:
         try:
             require_additive(self._engine._loss, outputs, targets, count)
         except ConfigError as error:
             self.refused = error
+
+
+def _single() -> TypeError:
+    return TypeError("a single stage runs whole backwards")  # an internal error: its schedule has no other

@@ -4,40 +4,66 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from meshwright.errors import PlanError
-from meshwright.schedule import Schedule, windows
+from meshwright.schedule import COMPUTE, Action, Schedule
 
-__all__ = ["Stage", "play"]
+__all__ = ["Playable", "play"]
 
-
-class Stage(Protocol):
-    """What can be played: one stage of a model on this rank."""
-
-    def forward(self, microbatch: int, *, release: bool) -> None:
-        """Run a microbatch forward; `release`: its units are released after use."""
-
-    def backward(self, microbatch: int, *, reduce: bool, release: bool, last: bool) -> None:
-        """Run its backward; `reduce`: gradients are reduced in it, `last`: no other follows in this step."""
+_MAKES_GRADIENTS = ("backward", "backward-weight")
 
 
-def play(schedule: Schedule, rank: int, stage: Stage) -> None:
-    """Play a rank's actions on its stage.
+class Playable(Protocol):
+    """What can be played: the stages of a model that this rank has."""
+
+    def forward(self, stage: int, microbatch: int, *, release: bool) -> None:
+        """Run a microbatch forward through a stage; `release`: its units are released after use."""
+
+    def backward(self, stage: int, microbatch: int, *, reduce: bool, release: bool, last: bool) -> None:
+        """Run its backward; `reduce`: gradients are reduced in it, `last`: none of the stage follows in this step."""
+
+    def backward_input(self, stage: int, microbatch: int, *, release: bool) -> None:
+        """The half of its backward that the stage before waits for."""
+
+    def backward_weight(self, stage: int, microbatch: int, *, reduce: bool, release: bool, last: bool) -> None:
+        """The other half, which makes gradients."""
+
+    def send(self, action: Action) -> None:
+        """Send an activation or a gradient to another rank."""
+
+    def receive(self, action: Action) -> None:
+        """Receive one."""
+
+
+def play(schedule: Schedule, rank: int, playable: Playable) -> None:
+    """Play a rank's actions.
 
     Gathers happen where the schedule has them: at the first use of each unit that is not gathered. What follows a
     compute action (reduces, releases) is handed to it, so that each unit is reduced and released as soon as it is done.
     """
-    groups = list(windows(schedule.ranks[rank]))
-    backwards = [index for index, window in enumerate(groups) if window.action.kind == "backward"]
-    for index, window in enumerate(groups):
-        action = window.action
-        if action.kind == "forward":
-            stage.forward(action.microbatch, release=bool(window.releases))
-        elif action.kind == "backward":
-            stage.backward(
-                action.microbatch,
-                reduce=bool(window.reduces),
-                release=bool(window.releases),
-                last=index == backwards[-1],
-            )
-        else:
-            raise PlanError(f"{action} cannot be played", why="a single stage has forward and backward actions only")
+    actions = schedule.ranks[rank]
+    last = {action.stage: index for index, action in enumerate(actions) if action.kind in _MAKES_GRADIENTS}
+    for index, action in enumerate(actions):
+        kind, stage, microbatch = action.kind, action.stage, action.microbatch
+        if kind == "send":
+            playable.send(action)
+        elif kind == "receive":
+            playable.receive(action)
+        elif kind in COMPUTE:
+            after = _after(actions, index)
+            reduce, release = "reduce" in after, "release" in after
+            if kind == "forward":
+                playable.forward(stage, microbatch, release=release)
+            elif kind == "backward-input":
+                playable.backward_input(stage, microbatch, release=release)
+            else:
+                run = playable.backward if kind == "backward" else playable.backward_weight
+                run(stage, microbatch, reduce=reduce, release=release, last=index == last[stage])
+
+
+def _after(actions: tuple[Action, ...], index: int) -> set[str]:
+    """The kinds of what stands between a compute action and the next action of another sort."""
+    found: set[str] = set()
+    for action in actions[index + 1 :]:
+        if action.kind not in ("reduce", "release"):
+            break
+        found.add(action.kind)
+    return found

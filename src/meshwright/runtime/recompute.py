@@ -32,22 +32,24 @@ KEPT_BY_SELECTIVE = frozenset(
 )
 
 
-def apply_recompute(blocks: Sequence[tuple[str, nn.Module]], strategy: Strategy) -> None:
-    """Make the first `recompute_blocks` blocks (0: all) recompute; random streams are replayed.
+def apply_recompute(blocks: Sequence[tuple[str, nn.Module]], strategy: Strategy) -> list[nn.Module]:
+    """Make the first `recompute_blocks` blocks (0: all) recompute, and tell which; random streams are replayed.
 
     Raises:
         ConfigError: more blocks are asked for than the model has, or it has none.
     """
     if strategy.recompute == "none":
-        return
+        return []
     if strategy.recompute_blocks > len(blocks) or not blocks:
         raise ConfigError(
             f"recompute={strategy.recompute} for {strategy.recompute_blocks or 'all'} of {len(blocks)} blocks",
             why="blocks are the children of a ModuleList, Sequential or ModuleDict",
             fix="lower recompute_blocks, or pass blocks= to Engine to name them",
         )
-    for _, block in blocks[: strategy.recompute_blocks or len(blocks)]:
+    chosen = [block for _, block in blocks[: strategy.recompute_blocks or len(blocks)]]
+    for block in chosen:
         block.forward = _recomputed(block.forward, selective=strategy.recompute == "selective")
+    return chosen
 
 
 def _recomputed(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:

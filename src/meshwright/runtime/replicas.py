@@ -5,7 +5,7 @@ Where there is nobody to reduce with, gradients stay where backward makes them: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -18,7 +18,7 @@ from meshwright.runtime.cuts import Cuts
 from meshwright.runtime.mesh import RankMesh
 from meshwright.runtime.precision import ComputeCopies
 from meshwright.runtime.units import Unit
-from meshwright.runtime.zero import Zero
+from meshwright.runtime.zero import Used, Zero
 
 __all__ = ["Bucket", "Replicas"]
 
@@ -90,8 +90,9 @@ class Replicas(Zero):
         stored_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         traffic: Traffic,
+        used: Used | None = None,
     ) -> None:
-        super().__init__(units, mesh, cuts)
+        super().__init__(units, mesh, cuts, used)
         self._traffic = traffic
         self._reduce_dtype, self._narrow = reduce_dtype, reduce_dtype != stored_dtype
         self.find_stored()
@@ -100,6 +101,8 @@ class Replicas(Zero):
         self._buckets: list[Bucket] = []
         self._launched = 0
         self._reducing = False
+        #: Parameters that other stages of this rank use too: they are reduced when all stages are done.
+        self.late: set[str] = set()
         if self._copies is None:
             self._watch(self.stored)
 
@@ -126,6 +129,17 @@ class Replicas(Zero):
         self.used.begin_backward()
         for bucket in self._buckets:
             bucket.ready = 0
+
+    def weights(self, unit: Unit) -> list[nn.Parameter]:
+        computed = self._copies.copies if self._copies is not None else self.stored
+        return [computed[name] for name in unit.parameters if computed[name].requires_grad]
+
+    def backward_weights(
+        self, run: Callable[[list[nn.Parameter]], None], *, reduce: bool, release: bool, last: bool
+    ) -> None:
+        self.before_backward(reduce=reduce, release=release, last=last)
+        for unit in reversed(self.units):
+            run(self.weights(unit))
 
     def finish_reduces(self) -> None:
         if self._reducing:
@@ -186,7 +200,7 @@ class Replicas(Zero):
     def _launch_ready(self, *, all_of_them: bool = False) -> None:
         while self.mesh.dp > 1 and self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
-            if not all_of_them and bucket.ready < len(bucket.parameters):
+            if not all_of_them and (bucket.ready < len(bucket.parameters) or self.late & bucket.parameters.keys()):
                 return
             if bucket.parameters:
                 if self._narrow:  # one copy to send at a time

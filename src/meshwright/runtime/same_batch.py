@@ -28,7 +28,7 @@ class SameBatch:
     """
 
     def __init__(self, mesh: RankMesh, device: torch.device) -> None:
-        self._group, self._device = mesh.tp_group, device
+        self._group, self._device = mesh.rows_group, device
         self._places = f"{mesh.dp} data-parallel ranks, this one number {mesh.dp_rank}"
         self._warned = False
 

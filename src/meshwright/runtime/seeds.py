@@ -33,7 +33,7 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
 class DropoutStreams:
     """Dropout from (seed, step, global microbatch, block, call): the same for every layout, replayed by recompute.
 
-    The stream is set before the model's forward and again before each block's, outside of what recompute replays.
+    The stream is set before the model's forward, before each block's and after it, outside of what recompute replays.
 
     Args:
         seed: the job's.
@@ -55,6 +55,7 @@ class DropoutStreams:
         self._calls: Counter[str] = Counter()
         for name, block in blocks:
             block.register_forward_pre_hook(lambda module, args, name=name: self._set(name))
+            block.register_forward_hook(lambda module, args, output, name=name: self.passed(name))
 
     def start(self, step: int, microbatch: int) -> None:
         """Begin the forward of a global microbatch of a step."""
@@ -63,6 +64,10 @@ class DropoutStreams:
         if self._split is not None:
             self._split.begin()
         self._set("")
+
+    def passed(self, block: str) -> None:
+        """What follows a block has a stream of its own, so that it does not matter who ran the block."""
+        self._set(f"after {block}")
 
     def stop(self) -> None:
         """Leave the random state alone from here on (evaluation, generation)."""

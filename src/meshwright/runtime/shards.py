@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,10 +14,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.errors import ConfigError
 from meshwright.runtime._torch import (
+    finish_backward,
     gathered_storages,
     make_root,
     mark_managed,
+    reduce_unit,
     unsharded_gradient_storages,
+    unsharded_parameters,
     use_explicit_gathers,
 )
 from meshwright.runtime.collectives import CountedAllGather, CountedReduceScatter, Traffic
@@ -27,7 +30,7 @@ from meshwright.runtime.same_order import SameOrder
 from meshwright.runtime.tensors import hidden_gradients, map_values
 from meshwright.runtime.turns import Turns
 from meshwright.runtime.units import Unit
-from meshwright.runtime.zero import Zero
+from meshwright.runtime.zero import Used, Zero
 from meshwright.spec import shard_dim
 
 __all__ = ["Shards"]
@@ -54,8 +57,9 @@ class Shards(Zero):
         reduce_dtype: torch.dtype,
         traffic: Traffic,
         host: dist.ProcessGroup | None,
+        used: Used | None = None,
     ) -> None:
-        super().__init__(units, mesh, cuts)
+        super().__init__(units, mesh, cuts, used)
         if mesh.shard is None:
             raise TypeError("nothing is sharded")  # an internal error: `Replicas` serves then
         self._traffic = traffic
@@ -92,7 +96,10 @@ class Shards(Zero):
         use_explicit_gathers(self._fsdp)
         self._order, self._prefetch = [unit.modules[0] for unit in nested], prefetch
         self._plan_prefetch(prefetch)
-        self._turns, self._order_watch = Turns(nested, host), SameOrder(model, nested, host)
+        self.nested = nested
+        #: None where this is one of several stages: they take turns together, and run what their cut says.
+        self._turns = None if used is not None else Turns(nested, host)
+        self._order_watch = None if used is not None else SameOrder(model, nested, host)
         self._stepped = False
         self._seen: set[int] = set()
         self._arrived: dict[str, int] = {}
@@ -109,9 +116,14 @@ class Shards(Zero):
     def counts_norm(self) -> bool:
         return "dp_replicate" not in (self._mesh.mesh_dim_names or ()) or self._mesh.get_local_rank("dp_replicate") == 0
 
+    @property
+    def releases(self) -> bool:
+        """Whether parameters are not whole between their uses."""
+        return self._zero == 3
+
     def begin_step(self) -> None:
         self.used.clear()
-        if not self._stepped:
+        if not self._stepped and self._order_watch is not None:
             self._order_watch.begin()
         self._traffic.buffer_moment = self.moment
 
@@ -128,12 +140,26 @@ class Shards(Zero):
         self._fsdp.set_requires_all_reduce(last)
         self._fsdp.set_reshard_after_backward(release)
 
+    def weights(self, unit: Unit) -> list[nn.Parameter]:
+        return [parameter for parameter in unsharded_parameters(unit.modules[0]) if parameter.requires_grad]
+
+    def backward_weights(
+        self, run: Callable[[list[nn.Parameter]], None], *, reduce: bool, release: bool, last: bool
+    ) -> None:
+        self.before_backward(reduce=reduce, release=release, last=last)
+        for unit in reversed(self.units):
+            _fsdp_module(unit.modules[0]).unshard()
+            run(self.weights(unit))
+            reduce_unit(unit.modules[0])
+        finish_backward(self._root)
+
     def finish_reduces(self) -> None:
         """Backward has waited for its reduces."""
         self._stepped = True
 
     def end_step(self) -> None:
-        self._order_watch.end()
+        if self._order_watch is not None:
+            self._order_watch.end()
         super().end_step()
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -151,11 +177,11 @@ class Shards(Zero):
         for module in self._sharded if self._zero < 3 else [self._fsdp]:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
-        if self._zero == 3:
+        if self._zero == 3 and self._turns is not None:
             self._turns.begin()
 
     def end_evaluation(self, *, help_others: bool) -> None:
-        if self._zero == 3:
+        if self._zero == 3 and self._turns is not None:
             self._turns.end(help_others=help_others)
         self._fsdp.reset_iter_state()  # a forward of a part, or one that raised, would be taken for one that goes on
         for module in self._sharded:

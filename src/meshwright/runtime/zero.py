@@ -32,6 +32,10 @@ class Used:
         #: Whether the microbatch that runs backward counts: one without rows uses no parameter.
         self.counting = True
 
+    def add_copy(self, name: str, of: str) -> None:
+        """A name under which a second copy of a parameter is known on this rank."""
+        self._index[name] = self._index[of]
+
     def mark(self, name: str) -> None:
         """The parameter has received its gradient of the microbatch that runs backward.
 
@@ -62,12 +66,13 @@ class Used:
 class Zero(ABC):
     """What the engine asks of a way to hold parameters and gradients."""
 
-    def __init__(self, units: Sequence[Unit], mesh: RankMesh, cuts: Cuts) -> None:
+    def __init__(self, units: Sequence[Unit], mesh: RankMesh, cuts: Cuts, used: Used | None = None) -> None:
         self.units = list(units)
         self.mesh = mesh
         #: How parameters lie over the tensor-parallel ranks; one without an entry is whole on each.
         self.cuts = cuts
-        self.used = Used([name for unit in units for name in unit.parameters])
+        #: Of all stages, where this is one of several.
+        self.used = used if used is not None else Used([name for unit in units for name in unit.parameters])
         self.stored: dict[str, nn.Parameter] = {}
         #: Called at moments of a step when memory is worth counting; None when nobody counts.
         self.moment: Callable[[], None] | None = None
@@ -92,6 +97,16 @@ class Zero(ABC):
         """Before a microbatch's backward: whether its gradients are reduced, its units released, and it is the last."""
 
     @abstractmethod
+    def weights(self, unit: Unit) -> list[nn.Parameter]:
+        """The trainable parameters of a unit as autograd knows them in this step."""
+
+    @abstractmethod
+    def backward_weights(
+        self, run: Callable[[list[nn.Parameter]], None], *, reduce: bool, release: bool, last: bool
+    ) -> None:
+        """The half of a backward that makes the gradients of weights: `run` makes those of a unit, last unit first."""
+
+    @abstractmethod
     def finish_reduces(self) -> None:
         """After the last backward: all reduces have ended and `gradients()` are whole sums."""
 
@@ -107,8 +122,9 @@ class Zero(ABC):
     def drop_unused(self, used: torch.Tensor) -> list[str]:
         """Take the gradient away from parameters that no rank used (0 in `used`); their names."""
         unused = []
-        for flag, (name, parameter) in zip(used.tolist(), self.stored.items(), strict=True):
-            if not flag and parameter.requires_grad:
+        for flag, name in zip(used.tolist(), self.used.names, strict=True):
+            parameter = self.stored.get(name)
+            if not flag and parameter is not None and parameter.requires_grad:
                 parameter.grad = None
                 unused.append(name)
         return unused
@@ -127,8 +143,15 @@ class Zero(ABC):
         """After them: nothing stays gathered. `help_others`: return when all ranks are, gathering what they need."""
 
     def find_stored(self) -> None:
-        """Look up the stored parameters (by global name, in the order of `used.names`) while nothing is gathered."""
+        """Look up the stored parameters (by global name, in the order of units) while nothing is gathered."""
         self.stored = {name: self.parameter(unit, name) for unit in self.units for name in unit.parameters}
+
+    def point_to_stored(self) -> None:
+        """Hang each parameter, as it is stored, everywhere where it hung: sharding changes it in its unit's modules."""
+        for unit in self.units:
+            for name, where in unit.parameters.items():
+                for owner in where[1:]:
+                    setattr(owner.module, owner.name, self.parameter(unit, name))
 
     def held(self, name: str, tensor: torch.Tensor) -> Held:
         """A tensor that lies as the parameter or buffer of that name does: itself, its gradient, a state of it."""

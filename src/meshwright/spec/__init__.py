@@ -20,11 +20,12 @@ from meshwright.spec.plan import (
     Rejected,
     RunnerUp,
 )
-from meshwright.spec.strategy import Offload, Strategy
+from meshwright.spec.strategy import Offload, Strategy, even_layers
 from meshwright.spec.support import is_executable, require_executable
 from meshwright.spec.text import Assignment, parse_assignments, parse_strategy
 
 __all__ = [
+    "even_layers",
     "DTYPE_BYTES",
     "PLAN_FORMAT",
     "Assignment",

@@ -10,7 +10,7 @@ from meshwright.spec.checks import require_choice, require_types
 from meshwright.spec.job import Recompute
 from meshwright.spec.values import show_value
 
-__all__ = ["MESH_DIMENSIONS", "Offload", "Strategy"]
+__all__ = ["MESH_DIMENSIONS", "Offload", "Strategy", "even_layers"]
 
 Tier = Literal["device", "host", "disk"]
 Gather = Literal["auto", "none", "unit", "chunk", "step"]
@@ -282,6 +282,14 @@ class Strategy:
                 f"recompute_blocks={self.recompute_blocks} has no effect with recompute=none",
                 fix="set recompute=full or recompute=selective, or leave recompute_blocks out",
             )
+
+
+def even_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers per stage, as even as can be; what is over goes to the middle, away from embedding and head."""
+    base, over = divmod(layers, stages)
+    middle = sorted(range(stages), key=lambda stage: (abs(2 * stage - (stages - 1)), stage))
+    more = set(middle[:over])
+    return tuple(base + (stage in more) for stage in range(stages))
 
 
 def _gather(zero: int) -> str:

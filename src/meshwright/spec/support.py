@@ -23,11 +23,6 @@ class Limit(Struct, frozen=True, kw_only=True):
 
 NOT_EXECUTABLE: tuple[Limit, ...] = (
     Limit(
-        applies=lambda s, j: s.pp > 1,
-        what=lambda s, j: f"pipeline parallelism (pp={s.pp})",
-        fix="set pp=1 and shard with zero=3",
-    ),
-    Limit(
         applies=lambda s, j: s.cp > 1,
         what=lambda s, j: f"context parallelism (cp={s.cp})",
         fix="set cp=1, and recompute=full for long sequences",
@@ -43,12 +38,12 @@ NOT_EXECUTABLE: tuple[Limit, ...] = (
         fix="leave offload out, and use zero=3 or recompute=full to save memory",
     ),
     Limit(
-        applies=lambda s, j: s.gather in ("chunk", "step"),
+        applies=lambda s, j: s.pp == 1 and s.gather in ("chunk", "step"),
         what=lambda s, j: f"gather={s.gather}",
         fix="leave gather out: units are gathered one by one",
     ),
     Limit(
-        applies=lambda s, j: s.reduce == "window",
+        applies=lambda s, j: s.pp == 1 and s.reduce == "window",
         what=lambda s, j: "reduce=window",
         fix="leave reduce out",
     ),

@@ -53,7 +53,7 @@ def record(engine: Engine, batches: Iterable[Any], *, float64: bool) -> Run:
 
 def values(engine: Engine) -> dict[str, Any]:
     """This rank's parts of the engine's parameters."""
-    return _parts(engine, dict(engine.model.named_parameters()))
+    return _parts(engine, engine.named_parameters())
 
 
 def _parts(engine: Engine, tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:

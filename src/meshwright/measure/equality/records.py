@@ -109,7 +109,7 @@ def _with_own_reports(run: Run, seen: Run) -> Run:
 
 def _sight(runs: Sequence[Run], rank: int) -> tuple[object, ...]:
     """What tells ranks apart that see other tensors: of each its replica, or the rank where there are copies of it."""
-    found: list[object] = []
+    found: list[object] = [frozenset(runs[rank].initial)]
     for name, value in runs[rank].initial.items():
         own: Any = value
         if not isinstance(own, Piece):
@@ -123,14 +123,16 @@ def _sight(runs: Sequence[Run], rank: int) -> tuple[object, ...]:
 
 def _replica(values: Sequence[Mapping[str, Any]], name: str, own: Piece) -> list[Piece]:
     """All pieces of the replica to which a piece belongs."""
-    pieces = [value[name] for value in values]
+    pieces = [value[name] for value in values if name in value]
     return [other for other in pieces if isinstance(other, Piece) and other.replica == own.replica]
 
 
 def _whole(values: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
-    """Whole tensors as a rank sees them."""
+    """Whole tensors as a rank sees them; those of other stages as the first rank that holds them does."""
     whole = {}
-    for name, own in values[rank].items():
+    for name in dict.fromkeys(name for value in values for name in value):
+        seer = rank if name in values[rank] else next(i for i, value in enumerate(values) if name in value)
+        own = values[seer][name]
         whole[name] = _put_together([own, *_replica(values, name, own)]) if isinstance(own, Piece) else own
     return whole
 

@@ -1,0 +1,354 @@
+"""Pipeline parallelism applied: a model cut into stages, of which this rank keeps its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.errors import ConfigError
+from meshwright.runtime._torch import group_timeout
+from meshwright.runtime.batch import rows, split, to_device
+from meshwright.runtime.mesh import RankMesh
+from meshwright.runtime.pp.example import guess_batch
+from meshwright.runtime.pp.inference import Together
+from meshwright.runtime.pp.messages import Form
+from meshwright.runtime.pp.points import Points
+from meshwright.runtime.pp.route import Route, assign, route, same_places
+from meshwright.runtime.pp.stage import Stage
+from meshwright.runtime.pp.staged import Shared, StagedZero
+from meshwright.runtime.pp.trial import try_forward
+from meshwright.runtime.replicas import Replicas
+from meshwright.runtime.seeds import DropoutStreams
+from meshwright.runtime.tensors import map_values
+from meshwright.runtime.units import Blocks, Owner, Unit, make_units, owners
+from meshwright.runtime.zero import Used, Zero
+from meshwright.schedule import stage_ranks
+from meshwright.spec import Strategy, even_layers
+
+__all__ = ["PipelineParallel"]
+
+
+class PipelineParallel:
+    """A model cut into stages, whose forward stays the model's own.
+
+    Made before anything else changes the model; `keep_own` then takes from this rank what other ranks hold.
+
+    Args:
+        model: whole, with real or meta parameters.
+        blocks: of the model.
+        strategy: with `pp` above 1.
+        mesh: of this rank.
+        device: of activations.
+        example: a batch as steps take them, of any number of rows; guessed where None.
+        labels: whether the model is called with labels.
+
+    Raises:
+        ConfigError: the model cannot be cut, or into fewer stages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        strategy: Strategy,
+        mesh: RankMesh,
+        device: torch.device,
+        *,
+        example: Any,
+        labels: bool,
+    ) -> None:
+        _require_whole_answers(model)
+        self._model, self._mesh, self.device, self._labels = model, mesh, device, labels
+        self.count = strategy.pp * strategy.virtual_stages
+        self.ranks = stage_ranks(strategy.schedule, strategy.pp, strategy.virtual_stages)
+        #: Stages of this rank, in order.
+        self.own = [stage for stage, rank in enumerate(self.ranks) if rank == mesh.pp_rank]
+        self.points = Points(model, blocks)
+        batch = guess_batch(model) if example is None else split(example, 0, min(rows(example), strategy.microbatch))
+        flow = try_forward(self.points, to_device(batch, device), device, labels=labels)
+        called = list(dict.fromkeys(call.point for call in flow.calls if call.block))
+        if len(called) < self.count:
+            raise ConfigError(
+                f"{self.count} stages for a model of {len(called)} blocks",
+                why="every stage needs a block, and blocks are the children of the model's lists of modules",
+                fix=f"set pp x virtual_stages to {max(1, len(called))} or less, or name smaller blocks (blocks=[...])",
+            )
+        sizes = strategy.stages or even_layers(len(called), self.count)
+        stages = assign(flow, sizes)
+        #: By point the stage of each of its calls.
+        self.places: dict[str, tuple[int, ...]] = {}
+        for call, stage in zip(flow.calls, stages, strict=True):
+            self.places[call.point] = (*self.places.get(call.point, ()), stage)
+        self._routes: dict[Any, Route] = {_kind(batch): route(flow, stages, self.count)}
+        self._forms: dict[tuple[int, Any], list[Form]] = {}
+        #: Blocks that recompute.
+        self.recomputed: set[nn.Module] = set()
+        self._places_of = owners(model)
+        #: Every parameter of the model by its global name, in one order on all ranks.
+        self.names = list(self._places_of)
+        #: Which of them take part in a step.
+        self.used = Used(self.names)
+        self.stages: dict[int, Stage] = {}
+        self.copies: list[tuple[str, tuple[Owner, ...]]] = []
+        self._blocks = list(blocks)
+        self._refuse_what_is_lost()
+        first = self._routes[_kind(batch)]
+        crosses = {value[0] for values in first.crossing for value in values}
+        told = {flow.calls[index].point for index in crosses}
+        self._told = {call.point: call.point in told for call in flow.calls}
+        self._ends = {flow.calls[index].point for index, _ in flow.results if index >= 0}
+        self._holders = self._find_holders()
+
+    # ------------------------------------------------------------------------------------------------------- building
+
+    def keep_own(self, *, sharded: bool) -> None:
+        """Take the parameters of other ranks' stages out of the model, and make this rank's stages.
+
+        Args:
+            sharded: ZeRO shards parameters: one that two stages of this rank use needs a copy then.
+        """
+        own = set(self.own)
+        modules = {stage: [self.points.points[name].module for name in self._points_of(stage)] for stage in own}
+        inside = {stage: {id(part) for m in found for part in m.modules()} for stage, found in modules.items()}
+        for name, places in self._places_of.items():
+            held = [stage for stage in self._holders[name] if stage in own]
+            if not held:
+                for place in places:
+                    _empty(place, self.device)
+                continue
+            for stage in held[1:] if sharded else ():
+                mine = tuple(place for place in places if id(place.module) in inside[stage])
+                first = {id(p.module) for p in places if id(p.module) in inside[held[0]]}
+                if any(id(place.module) in first for place in mine):
+                    raise ConfigError(
+                        f"the module that holds {name} is called in stages {held[0]} and {stage}, both on this rank",
+                        why="ZeRO shards a module's parameters in one stage",
+                        fix="use zero=0, or a schedule with one stage on each rank (1f1b, gpipe)",
+                    )
+                parameter: nn.Parameter = getattr(places[0].module, places[0].name)
+                copy = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                for place in mine:
+                    setattr(place.module, place.name, copy)
+                self.used.add_copy(_copy_name(name, stage), name)
+                self.copies.append((name, mine))
+        for stage in self.own:
+            self.stages[stage] = Stage(stage, self.points, modules[stage], self.device, last=stage == self.count - 1)
+
+    def units(self, stage: int, unit_blocks: int) -> list[Unit]:
+        """The ZeRO units of a stage of this rank: parameters by global name, each in one stage of this rank."""
+        module = self.stages[stage]
+        inside = {id(part) for part in module.modules()}
+        listed = [(name, block) for name, block in self._blocks if id(block) in inside]
+        names = {id(getattr(w[0].module, w[0].name)): name for name, w in self._places_of.items()}
+        copied = {id(getattr(where[0].module, where[0].name)): name for name, where in self.copies}
+        elsewhere = {place for _, where in self.copies for place in where}
+        taken = {name for earlier in self.own if earlier < stage for name in self._names_of(earlier)}
+        found = []
+        for unit in make_units(module, unit_blocks=unit_blocks, blocks=listed):
+            parameters: dict[str, tuple[Owner, ...]] = {}
+            for where in unit.parameters.values():
+                key = id(getattr(where[0].module, where[0].name))
+                if key in copied:
+                    parameters[_copy_name(copied[key], stage)] = where
+                elif names[key] not in taken:
+                    rest = (place for place in self._places_of[names[key]] if place not in (*where, *elsewhere))
+                    parameters[names[key]] = (*where, *rest)
+            if parameters:
+                name = f"stage {stage}" if unit.modules == (module,) else unit.name
+                found.append(Unit(name, unit.modules, parameters))
+        return found
+
+    def borrowed(self, stage: int) -> list[Owner]:
+        """Where the parameters hang that a stage uses and an earlier stage of this rank has in its units."""
+        inside = {id(part) for part in self.stages[stage].modules()}
+        own = {name for earlier in self.own if earlier < stage for name in self._names_of(earlier)}
+        copied = {name for name, _ in self.copies}
+        names = [name for name in self._names_of(stage) if name in own and name not in copied]
+        return [next(place for place in self._places_of[name] if id(place.module) in inside) for name in names]
+
+    def shared(self) -> list[Shared]:
+        """Weights that stages on several ranks hold, in one order; all ranks call it, to make the groups."""
+        found = []
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        for name in self.names:
+            holders = tuple(dict.fromkeys(sorted(self.ranks[stage] for stage in self._holders[name])))
+            if len(holders) < 2:
+                continue
+            if holders not in groups:
+                groups[holders] = self._group(holders)
+            if self._mesh.pp_rank in holders:
+                found.append(Shared(name, groups[holders], first=holders[0] == self._mesh.pp_rank))
+        return found
+
+    def unit_counts(self, zero: Zero) -> tuple[int, ...]:
+        """The number of ZeRO units of every stage; all ranks call it."""
+        counts = [0] * self.count
+        if isinstance(zero, StagedZero):
+            for stage, part in zero.parts.items():
+                counts[stage] = len(part.units)
+        told: list[Any] = [None] * self._mesh.pp
+        dist.all_gather_object(told, counts, group=self._mesh.pp_group)
+        return tuple(map(sum, zip(*told, strict=True)))
+
+    @contextmanager
+    def together(self, *, results: bool = True) -> Iterator[None]:
+        """Inside, all ranks of the pipeline call the model, or parts of it, together, outside of a step.
+
+        Args:
+            results: whether all of them get what the model returns, not only those that have the loss.
+        """
+        runner = Together(self, self._mesh.pp_group, self._mesh.pp_rank, results=results)
+        with self.points.under(runner):
+            yield
+
+    def mark_late(self, parts: Mapping[int, Zero]) -> None:
+        """Tell ways to hold parameters which of them several stages of this rank use."""
+        often = [name for name, stages in self._holders.items() if sum(stage in self.own for stage in stages) > 1]
+        for part in parts.values():
+            if isinstance(part, Replicas):
+                part.late.update(often)
+
+    def second_copies(self) -> list[tuple[str, Callable[[], nn.Parameter]]]:
+        """Weights that a later stage of this rank has a copy of, and where that is."""
+        return [(name, partial(getattr, where[0].module, where[0].name)) for name, where in self.copies]
+
+    def holder(self, name: str) -> int:
+        """The pipeline rank that speaks for a parameter or buffer: the first that holds it."""
+        if name in self._holders:
+            return min(self.ranks[stage] for stage in self._holders[name])
+        for point, stages in self.places.items():
+            if name.startswith(f"{point}."):
+                return self.ranks[stages[0]]
+        return 0
+
+    def watch_dropout(self, streams: DropoutStreams) -> None:
+        """Tell the streams of the blocks that are passed by."""
+        for stage in self.stages.values():
+            stage.streams = streams
+
+    # ------------------------------------------------------------------------------------------------------ in a step
+
+    def route_of(self, batch: Any) -> Route:
+        """How the forward of a batch runs through the stages; found anew for every kind of batch."""
+        kind = _kind(batch)
+        if kind not in self._routes:
+            flow = try_forward(self.points, batch, self.device, labels=self._labels)
+            self._routes[kind] = route(flow, same_places(flow, self.places), self.count)
+        return self._routes[kind]
+
+    def is_new(self, stage: int, batch: Any) -> bool:
+        """Whether the forms of what a stage is handed for a batch of these sizes have not been told yet."""
+        return (stage, _shapes(batch)) not in self._forms
+
+    def learn(self, stage: int, batch: Any, forms: list[Form]) -> None:
+        """They are told now."""
+        self._forms[stage, _shapes(batch)] = forms
+
+    def forms(self, stage: int, batch: Any) -> list[Form]:
+        """What was told."""
+        return self._forms[stage, _shapes(batch)]
+
+    def tells(self, point: str, *, results: bool) -> bool:
+        """Whether other ranks need what a point returns, outside of a step."""
+        if point not in self._told:
+            return True
+        return self._told[point] or (results and point in self._ends)
+
+    # -------------------------------------------------------------------------------------------------------- details
+
+    def _points_of(self, stage: int) -> list[str]:
+        return [name for name, stages in self.places.items() if stage in stages]
+
+    def _names_of(self, stage: int) -> list[str]:
+        return [name for name, stages in self._holders.items() if stage in stages]
+
+    def _find_holders(self) -> dict[str, tuple[int, ...]]:
+        """The stages that use each parameter."""
+        stages: dict[int, set[int]] = {}
+        for name, found in self.places.items():
+            for part in self.points.points[name].module.modules():
+                stages.setdefault(id(part), set()).update(found)
+        return {
+            name: tuple(sorted({stage for place in places for stage in stages.get(id(place.module), ())}))
+            for name, places in self._places_of.items()
+        }
+
+    def _refuse_what_is_lost(self) -> None:
+        if self.points.loose:
+            raise ConfigError(
+                f"parameter {self.points.loose[0][0]} hangs on a module that contains blocks",
+                why="it is not known which stage uses it",
+                fix="put it into a module of its own that the forward calls, or use pp=1",
+            )
+        uncalled = [name for name in self.points.points if name not in self.places]
+        if uncalled:
+            raise ConfigError(
+                f"the example batch does not make the model call {', '.join(uncalled[:5])}",
+                why="a module that is not called has no place among the stages",
+                fix="give an example batch that calls every module (Engine(..., example=batch)), or use pp=1",
+            )
+
+    def _group(self, holders: tuple[int, ...]) -> dist.ProcessGroup | None:
+        mesh = self._mesh
+        if len(holders) == mesh.pp:
+            return mesh.pp_group
+        lines: list[Any] = [None] * dist.get_world_size()
+        members = dist.get_process_group_ranks(mesh.pp_group)
+        dist.all_gather_object(lines, [members[holder] for holder in holders])
+        mine = None
+        for line in sorted({tuple(line) for line in lines}):
+            group = dist.new_group(list(line), timeout=group_timeout(self.device))
+            if dist.get_rank() in line:
+                mine = group
+        return mine
+
+
+def _copy_name(name: str, stage: int) -> str:
+    return f"{name} (stage {stage})"
+
+
+def _empty(place: Owner, device: torch.device) -> None:
+    """Put zeros without memory in the place of a parameter that another rank holds: code may look at its shape."""
+    parameter = place.module._parameters.pop(place.name, None)
+    if parameter is not None:
+        zeros = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+        place.module.__dict__[place.name] = zeros
+
+
+def _require_whole_answers(model: nn.Module) -> None:
+    """Refuse what Hugging Face collects from inside of blocks, wherever they are."""
+    config = getattr(model, "config", None)
+    for name in ("output_router_logits", "output_hidden_states", "output_attentions"):
+        if getattr(config, name, False) is True:
+            raise ConfigError(
+                f"{name}=True with pp above 1",
+                why="it collects what every block has inside, and no stage has all blocks",
+                fix=f"set model.config.{name}=False, or use pp=1",
+            )
+
+
+def _kind(batch: Any) -> Any:
+    """What the route of a batch depends on: its structure, dtypes and numbers of dims, not its sizes."""
+    return _described(batch, lambda tensor: (tensor.dim(), tensor.dtype))
+
+
+def _shapes(batch: Any) -> Any:
+    return _described(batch, lambda tensor: (tuple(tensor.shape), tensor.dtype))
+
+
+def _described(value: Any, tell: Callable[[torch.Tensor], Any]) -> Any:
+    words: list[Any] = []
+
+    def one(item: Any) -> Any:
+        words.append(tell(item) if isinstance(item, torch.Tensor) else repr(item))
+        return item
+
+    copied = map_values(one, value)
+    outline = map_values(lambda tensor: None, copied)
+    return repr(outline), tuple(words)

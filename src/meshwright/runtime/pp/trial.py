@@ -1,0 +1,147 @@
+"""The trial: one forward without any computing, to see in which order points are called and what reaches what.
+
+Points return zeros of the right shapes, and every tensor that an operation makes remembers which points' outputs went
+into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.errors import ConfigError
+from meshwright.runtime._torch import TorchDispatchMode, storage_key
+from meshwright.runtime.batch import call_model
+from meshwright.runtime.pp.points import Point, Points, stand_ins
+from meshwright.runtime.tensors import find_tensors
+
+__all__ = ["Call", "Flow", "Value", "try_forward"]
+
+#: An output of a point: the number of the call, and which of its tensors. A parameter that hangs outside of all points
+#: is (-1, its number).
+Value = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a point in a forward.
+
+    Attributes:
+        point: its name.
+        block: whether it is a block.
+        needs: values that reach what it is called with.
+        outputs: how many tensors it returns.
+    """
+
+    point: str
+    block: bool
+    needs: frozenset[Value]
+    outputs: int
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The calls of a forward in order, and which values reach what the model returns."""
+
+    calls: tuple[Call, ...]
+    results: frozenset[Value]
+
+
+def try_forward(points: Points, batch: Any, device: torch.device, *, labels: bool) -> Flow:
+    """Go through a model's forward with a batch.
+
+    Args:
+        batch: a few rows, as steps take them.
+        labels: whether the model is called with labels, to compute its loss.
+
+    Raises:
+        ConfigError: the forward fails when nothing is computed.
+    """
+    seen = _Seen(device)
+    replaced = []
+    for index, (_, owner) in enumerate(points.loose):
+        parameter: nn.Parameter = owner.module._parameters[owner.name]  # type: ignore[assignment]  # it is registered
+        zeros = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+        seen.mark(zeros, frozenset({(-1, index)}))
+        replaced.append((owner, parameter))
+        del owner.module._parameters[owner.name]
+        owner.module.__dict__[owner.name] = zeros
+    try:
+        with torch.no_grad(), points.under(seen), seen.mode:
+            outputs, _ = call_model(points.model, batch, labels=labels)
+    except ConfigError:
+        raise
+    except Exception as error:
+        at = f" after {seen.calls[-1].point}" if seen.calls else ""
+        raise ConfigError(
+            f"the forward of a {type(points.model).__name__} cannot be cut into stages: {type(error).__name__}"
+            f"{at}: {error}",
+            why="it was gone through with zeros in place of what its blocks return",
+            fix="see that the batch is one that steps take, name other blocks (blocks=[...]), or use pp=1",
+        ) from error
+    finally:
+        for owner, parameter in replaced:
+            owner.module.__dict__.pop(owner.name, None)
+            owner.module._parameters[owner.name] = parameter
+    return Flow(tuple(seen.calls), seen.behind(outputs))
+
+
+@dataclass
+class _Seen:
+    """Runs no point; remembers what reaches which storage."""
+
+    device: torch.device
+    calls: list[Call] = field(default_factory=list)
+    _behind: dict[int, frozenset[Value]] = field(default_factory=dict)
+    _alive: list[Any] = field(default_factory=list)
+
+    @property
+    def mode(self) -> TorchDispatchMode:
+        return _Watch(self)
+
+    def mark(self, tensor: torch.Tensor, values: frozenset[Value]) -> None:
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        if key not in self._behind:
+            self._alive.append(storage)
+        self._behind[key] = self._behind.get(key, frozenset()) | values
+
+    def behind(self, value: Any) -> frozenset[Value]:
+        """The values that went into the tensors of something."""
+        sets = [self._behind.get(storage_key(t.untyped_storage()), frozenset()) for t in find_tensors(value)]
+        return frozenset().union(*sets)
+
+    def call(self, point: Point, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        needs = self.behind((args, kwargs))
+        outputs = stand_ins(point.outline(args, kwargs), [], self.device, whole=True)
+        tensors = find_tensors(outputs)
+        index = len(self.calls)
+        self.calls.append(Call(point.name, point.block, needs, len(tensors)))
+        for number, tensor in enumerate(tensors):
+            self.mark(tensor, frozenset({(index, number)}))
+        return outputs
+
+
+class _Watch(TorchDispatchMode):
+    """Hands on, at each operation, what its inputs carry."""
+
+    def __init__(self, seen: _Seen) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its modes without annotations
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        values = self._seen.behind((args, kwargs or {}))
+        if values:
+            written = [
+                given
+                for given, argument in zip(args, func._schema.arguments, strict=False)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            for tensor in find_tensors((result, written)):
+                self._seen.mark(tensor, values)
+        return result
