@@ -127,7 +127,7 @@ def build(
             cast_inputs(list(dict.fromkeys([module, *(part for unit in units for part in unit.modules)])), compute)
         return Built(module, make({0: (module, units)}, used=None)[0], mesh, dropout, traffic, coupled, tp, None)
     pipeline.keep_own(sharded=mesh.shard is not None)
-    pipeline.watch_dropout(dropout)
+    pipeline.watch_passed(dropout, tp)
     pipeline.recomputed.update(recomputed)
     stages = {stage: (own, pipeline.units(stage, strategy.unit_blocks)) for stage, own in pipeline.stages.items()}
     if compute != stored:

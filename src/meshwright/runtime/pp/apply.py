@@ -26,6 +26,7 @@ from meshwright.runtime.pp.trial import try_forward
 from meshwright.runtime.replicas import Replicas
 from meshwright.runtime.seeds import DropoutStreams
 from meshwright.runtime.tensors import map_values
+from meshwright.runtime.tp import TensorParallel
 from meshwright.runtime.units import Blocks, Owner, Unit, make_units, owners
 from meshwright.runtime.zero import Used, Zero
 from meshwright.schedule import stage_ranks
@@ -227,10 +228,10 @@ class PipelineParallel:
                 return self.ranks[stages[0]]
         return 0
 
-    def watch_dropout(self, streams: DropoutStreams) -> None:
-        """Tell the streams of the blocks that are passed by."""
+    def watch_passed(self, streams: DropoutStreams, tp: TensorParallel | None) -> None:
+        """Tell the streams, and tensor parallelism, of the blocks that are passed by."""
         for stage in self.stages.values():
-            stage.streams = streams
+            stage.streams, stage.on_passed = streams, tp.passed if tp is not None else None
 
     # ------------------------------------------------------------------------------------------------------ in a step
 

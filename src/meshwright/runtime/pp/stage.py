@@ -38,6 +38,8 @@ class Stage(nn.Module):
         for number, module in enumerate(modules):
             self.add_module(f"part{number}", module)
         self.streams: DropoutStreams | None = None
+        #: Called with each block of another stage that the forward comes to, and with what it is called.
+        self.on_passed: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
 
     def forward(self, route: Route, handed: Sequence[torch.Tensor], call: Callable[[], Any]) -> Any:
         """Run the stage.
@@ -97,6 +99,8 @@ class _Running:
             result = stand_ins(point.outline(args, kwargs), given, self._stage.device, whole=not point.block)
             if point.block and self._stage.streams is not None:
                 self._stage.streams.passed(point.name)
+            if point.block and self._stage.on_passed is not None:
+                self._stage.on_passed(point.module, args, kwargs)
         if index == self._end:
             raise _Done
         return result
