@@ -2,11 +2,13 @@
 
 The first half goes from the outputs to the inputs and remembers, at every node of that path from which a weight
 branches off, the gradient that arrived there. The second half starts at those nodes, weight by weight, so that what the
-first half has computed is not computed again. (After Qi et al., Zero Bubble Pipeline Parallelism, 2024.)
+first half has computed is not computed again; what the nodes between them had saved is let go. (After Qi et al., Zero
+Bubble Pipeline Parallelism, 2024.)
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,9 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 __all__ = ["Deferred", "backward_input"]
+
+#: By the type of a node, where it keeps what it has saved.
+_SAVED: dict[type, tuple[str, ...]] = {}
 
 
 @dataclass
@@ -89,7 +94,38 @@ def backward_input(
     finally:
         for handle in handles:
             handle.remove()
+    _let_go(path - _kept(branches, path, behind))
     return Deferred(branches)
+
+
+def _kept(branches: Sequence[_Branch], path: set[Any], behind: dict[Any, list[Any]]) -> set[Any]:
+    """Nodes of the path that the weights need: where they branch off, and what lies between two such of one weight."""
+    found = {node for branch in branches for node in branch.nodes}
+    for branch in branches:
+        if len(branch.nodes) > 1:
+            found |= _above(branch.nodes, behind) & _below(branch.nodes) & path
+    return found
+
+
+def _let_go(nodes: Iterable[Any]) -> None:
+    """Free what nodes have saved for a backward that has been: a hook takes the place of each tensor."""
+    for node in nodes:
+        kind = type(node)
+        if kind not in _SAVED:
+            _SAVED[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+        for name in _SAVED[kind]:
+            with contextlib.suppress(RuntimeError):  # there is none, or it has hooks already
+                saved = getattr(node, name)
+                for one in saved if isinstance(saved, (tuple, list)) else (saved,):
+                    one.register_hooks(_nothing, _gone)
+
+
+def _nothing(tensor: torch.Tensor) -> None:
+    """What is kept in place of a tensor."""
+
+
+def _gone(kept: None) -> torch.Tensor:
+    raise RuntimeError("what this needs was let go")  # an internal error: nothing of a second half needs it
 
 
 def _run(branch: _Branch, weights: list[nn.Parameter], *, keep: bool) -> None:
@@ -138,6 +174,18 @@ def _above(nodes: Iterable[Any], behind: dict[Any, list[Any]]) -> set[Any]:
     while left:
         for node in behind.get(left.pop(), ()):
             if node not in found:
+                found.add(node)
+                left.append(node)
+    return found
+
+
+def _below(nodes: Iterable[Any]) -> set[Any]:
+    """Every node that is reached from one of `nodes`."""
+    found: set[Any] = set()
+    left = list(nodes)
+    while left:
+        for node, _ in left.pop().next_functions:
+            if node is not None and node not in found:
                 found.add(node)
                 left.append(node)
     return found
