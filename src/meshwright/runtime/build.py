@@ -133,12 +133,9 @@ def build(
     if compute != stored:
         parts = (part for _, units in stages.values() for unit in units for part in unit.modules)
         cast_inputs(list(dict.fromkeys([module, *(part for part in parts if not isinstance(part, Stage))])), compute)
-    used = pipeline.used
-    held = make(stages, used=used)
+    held = make(stages, used=pipeline.used)
     pipeline.mark_late(held)
-    zero = StagedZero(held, mesh, cuts, used, traffic, shared=pipeline.shared(), copies=pipeline.second_copies())
-    zero.find_stored()
-    zero.refresh_copies()
+    zero = StagedZero(held, mesh, cuts, pipeline, traffic)
     return Built(module, zero, mesh, dropout, traffic, coupled, tp, pipeline)
 
 

@@ -92,6 +92,13 @@ class PipelineParallel:
         self._places_of = owners(model)
         #: Every parameter of the model by its global name, in one order on all ranks.
         self.names = list(self._places_of)
+        #: The same without values, in whole shapes.
+        self.whole = {name: _whole(where[0]) for name, where in self._places_of.items()}
+        prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+        #: Every name of every parameter, to its first one.
+        self.first_names = {
+            prefixes[id(place.module)] + place.name: name for name, where in self._places_of.items() for place in where
+        }
         #: Which of them take part in a step.
         self.used = Used(self.names)
         self.stages: dict[int, Stage] = {}
@@ -219,13 +226,17 @@ class PipelineParallel:
         return [(name, partial(getattr, where[0].module, where[0].name)) for name, where in self.copies]
 
     def holder(self, name: str) -> int:
-        """The pipeline rank that speaks for a parameter or buffer: the first that holds it."""
+        """The pipeline rank that speaks for a parameter or buffer: the first that has it."""
+        return min((self.ranks[stage] for stage in self._stages_with(name)), default=0)
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has a parameter or buffer; all have what is outside of all points."""
+        return any(stage in self.own for stage in self._stages_with(name)) or not self._stages_with(name)
+
+    def _stages_with(self, name: str) -> tuple[int, ...]:
         if name in self._holders:
-            return min(self.ranks[stage] for stage in self._holders[name])
-        for point, stages in self.places.items():
-            if name.startswith(f"{point}."):
-                return self.ranks[stages[0]]
-        return 0
+            return self._holders[name]
+        return next((found for point, found in self.places.items() if name.startswith(f"{point}.")), ())
 
     def watch_dropout(self, streams: DropoutStreams) -> None:
         """Tell the streams of the blocks that are passed by."""
@@ -307,6 +318,11 @@ class PipelineParallel:
             if dist.get_rank() in line:
                 mine = group
         return mine
+
+
+def _whole(place: Owner) -> torch.Tensor:
+    parameter: nn.Parameter = getattr(place.module, place.name)
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def _copy_name(name: str, stage: int) -> str:
