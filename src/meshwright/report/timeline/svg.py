@@ -9,6 +9,9 @@ from meshwright.report.timeline.picture import Box, Label, Picture
 
 __all__ = ["svg"]
 
+#: How far below the middle of its letters a line of text stands, as a share of its size.
+_MIDDLE = 0.35
+
 
 def svg(picture: Picture) -> str:
     """A standalone document. Every box is a `rect` whose class is its kind; its `title` shows when pointed at."""
@@ -37,8 +40,9 @@ def _label(label: Label) -> str:
     more = (f' text-anchor="{label.anchor}"' if label.anchor != "start" else "") + (
         ' font-weight="bold"' if label.bold else ""
     )
-    place = f'x="{_short(label.x)}" y="{_short(label.y)}" font-size="{_short(label.size)}"'
-    return f'<text {place} dominant-baseline="central"{more}>{escape(label.text)}</text>'
+    baseline = label.y + _MIDDLE * label.size  # not every reader of SVG knows dominant-baseline
+    place = f'x="{_short(label.x)}" y="{_short(baseline)}" font-size="{_short(label.size)}"'
+    return f"<text {place}{more}>{escape(label.text)}</text>"
 
 
 def _short(value: float) -> str:
