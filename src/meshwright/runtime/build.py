@@ -128,6 +128,8 @@ def build(
         return Built(module, make({0: (module, units)}, used=None)[0], mesh, dropout, traffic, coupled, tp, None)
     pipeline.keep_own(sharded=mesh.shard is not None)
     pipeline.watch_dropout(dropout)
+    if tp is not None and strategy.sequence_parallel:
+        pipeline.watch_length(tp.wire)
     pipeline.recomputed.update(recomputed)
     stages = {stage: (own, pipeline.units(stage, strategy.unit_blocks)) for stage, own in pipeline.stages.items()}
     if compute != stored:
