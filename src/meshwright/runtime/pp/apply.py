@@ -15,19 +15,20 @@ from meshwright.errors import ConfigError
 from meshwright.runtime._torch import group_timeout
 from meshwright.runtime.batch import rows, split, to_device
 from meshwright.runtime.mesh import RankMesh
+from meshwright.runtime.pp.assignment import Assignment
 from meshwright.runtime.pp.example import guess_batch
 from meshwright.runtime.pp.inference import Together
 from meshwright.runtime.pp.messages import Form
-from meshwright.runtime.pp.points import Points
+from meshwright.runtime.pp.points import Point, Points
 from meshwright.runtime.pp.route import Route, assign, route, same_places
-from meshwright.runtime.pp.stage import Stage
+from meshwright.runtime.pp.stage import Loose, Stage
 from meshwright.runtime.pp.staged import Shared, StagedZero
 from meshwright.runtime.pp.trial import try_forward
 from meshwright.runtime.replicas import Replicas
 from meshwright.runtime.seeds import DropoutStreams
-from meshwright.runtime.tensors import map_values
-from meshwright.runtime.tp import TensorParallel
-from meshwright.runtime.units import Blocks, Owner, Unit, make_units, owners
+from meshwright.runtime.tensors import find_tensors, map_values
+from meshwright.runtime.tp.communicate import Wire
+from meshwright.runtime.units import Blocks, Owner, Unit, make_units
 from meshwright.runtime.zero import Used, Zero
 from meshwright.schedule import stage_ranks
 from meshwright.spec import Strategy, even_layers
@@ -70,9 +71,9 @@ class PipelineParallel:
         self.ranks = stage_ranks(strategy.schedule, strategy.pp, strategy.virtual_stages)
         #: Stages of this rank, in order.
         self.own = [stage for stage, rank in enumerate(self.ranks) if rank == mesh.pp_rank]
-        self.points = Points(model, blocks)
+        self.points = Points(model, blocks, device)
         batch = guess_batch(model) if example is None else split(example, 0, min(rows(example), strategy.microbatch))
-        flow = try_forward(self.points, to_device(batch, device), device, labels=labels)
+        flow = try_forward(self.points, to_device(batch, device), labels=labels)
         called = list(dict.fromkeys(call.point for call in flow.calls if call.block))
         if len(called) < self.count:
             raise ConfigError(
@@ -82,29 +83,20 @@ class PipelineParallel:
             )
         sizes = strategy.stages or even_layers(len(called), self.count)
         stages = assign(flow, sizes)
-        #: By point the stage of each of its calls.
-        self.places: dict[str, tuple[int, ...]] = {}
-        for call, stage in zip(flow.calls, stages, strict=True):
-            self.places[call.point] = (*self.places.get(call.point, ()), stage)
-        self._routes: dict[Any, Route] = {_kind(batch): route(flow, stages, self.count)}
+        self.assignment = Assignment(self.points, flow, stages, self.ranks)
+        first = route(flow, stages, self.count)
+        self._routes: dict[Any, Route] = {_kind(batch): first}
         self._forms: dict[tuple[int, Any], list[Form]] = {}
         #: Blocks that recompute.
         self.recomputed: set[nn.Module] = set()
-        self._places_of = owners(model)
-        #: Every parameter of the model by its global name, in one order on all ranks.
-        self.names = list(self._places_of)
-        #: Which of them take part in a step.
-        self.used = Used(self.names)
+        #: Which parameters take part in a step.
+        self.used = Used(list(self.assignment.whole))
         self.stages: dict[int, Stage] = {}
         self.copies: list[tuple[str, tuple[Owner, ...]]] = []
         self._blocks = list(blocks)
-        self._refuse_what_is_lost()
-        first = self._routes[_kind(batch)]
-        crosses = {value[0] for values in first.crossing for value in values}
-        told = {flow.calls[index].point for index in crosses}
+        told = {flow.calls[value[0]].point for values in first.crossing for value in values}
         self._told = {call.point: call.point in told for call in flow.calls}
         self._ends = {flow.calls[index].point for index, _ in flow.results if index >= 0}
-        self._holders = self._find_holders()
 
     # ------------------------------------------------------------------------------------------------------- building
 
@@ -115,10 +107,16 @@ class PipelineParallel:
             sharded: ZeRO shards parameters: one that two stages of this rank use needs a copy then.
         """
         own = set(self.own)
-        modules = {stage: [self.points.points[name].module for name in self._points_of(stage)] for stage in own}
-        inside = {stage: {id(part) for m in found for part in m.modules()} for stage, found in modules.items()}
-        for name, places in self._places_of.items():
-            held = [stage for stage in self._holders[name] if stage in own]
+        modules = {
+            stage: [self.points.points[name].module for name in self.assignment.points_of(stage)] for stage in own
+        }
+        loose = {stage: self._take_loose(stage) for stage in self.own}
+        inside = {
+            stage: {id(part) for module in (*found, *loose[stage].values()) for part in module.modules()}
+            for stage, found in modules.items()
+        }
+        for name, places in self.assignment.parameters.items():
+            held = [stage for stage in self.assignment.holders[name] if stage in own]
             if not held:
                 for place in places:
                     _empty(place, self.device)
@@ -139,17 +137,18 @@ class PipelineParallel:
                 self.used.add_copy(_copy_name(name, stage), name)
                 self.copies.append((name, mine))
         for stage in self.own:
-            self.stages[stage] = Stage(stage, self.points, modules[stage], self.device, last=stage == self.count - 1)
+            last = stage == self.count - 1
+            self.stages[stage] = Stage(stage, self.points, modules[stage], loose[stage], last=last)
 
     def units(self, stage: int, unit_blocks: int) -> list[Unit]:
         """The ZeRO units of a stage of this rank: parameters by global name, each in one stage of this rank."""
         module = self.stages[stage]
         inside = {id(part) for part in module.modules()}
         listed = [(name, block) for name, block in self._blocks if id(block) in inside]
-        names = {id(getattr(w[0].module, w[0].name)): name for name, w in self._places_of.items()}
+        names = {id(getattr(w[0].module, w[0].name)): name for name, w in self.assignment.parameters.items()}
         copied = {id(getattr(where[0].module, where[0].name)): name for name, where in self.copies}
         elsewhere = {place for _, where in self.copies for place in where}
-        taken = {name for earlier in self.own if earlier < stage for name in self._names_of(earlier)}
+        taken = {name for earlier in self.own if earlier < stage for name in self.assignment.names_of(earlier)}
         found = []
         for unit in make_units(module, unit_blocks=unit_blocks, blocks=listed):
             parameters: dict[str, tuple[Owner, ...]] = {}
@@ -158,7 +157,9 @@ class PipelineParallel:
                 if key in copied:
                     parameters[_copy_name(copied[key], stage)] = where
                 elif names[key] not in taken:
-                    rest = (place for place in self._places_of[names[key]] if place not in (*where, *elsewhere))
+                    rest = (
+                        place for place in self.assignment.parameters[names[key]] if place not in (*where, *elsewhere)
+                    )
                     parameters[names[key]] = (*where, *rest)
             if parameters:
                 name = f"stage {stage}" if unit.modules == (module,) else unit.name
@@ -168,17 +169,19 @@ class PipelineParallel:
     def borrowed(self, stage: int) -> list[Owner]:
         """Where the parameters hang that a stage uses and an earlier stage of this rank has in its units."""
         inside = {id(part) for part in self.stages[stage].modules()}
-        own = {name for earlier in self.own if earlier < stage for name in self._names_of(earlier)}
+        own = {name for earlier in self.own if earlier < stage for name in self.assignment.names_of(earlier)}
         copied = {name for name, _ in self.copies}
-        names = [name for name in self._names_of(stage) if name in own and name not in copied]
-        return [next(place for place in self._places_of[name] if id(place.module) in inside) for name in names]
+        names = [name for name in self.assignment.names_of(stage) if name in own and name not in copied]
+        return [
+            next(place for place in self.assignment.parameters[name] if id(place.module) in inside) for name in names
+        ]
 
     def shared(self) -> list[Shared]:
         """Weights that stages on several ranks hold, in one order; all ranks call it, to make the groups."""
         found = []
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        for name in self.names:
-            holders = tuple(dict.fromkeys(sorted(self.ranks[stage] for stage in self._holders[name])))
+        for name in self.assignment.whole:
+            holders = tuple(dict.fromkeys(sorted(self.ranks[stage] for stage in self.assignment.holders[name])))
             if len(holders) < 2:
                 continue
             if holders not in groups:
@@ -198,19 +201,22 @@ class PipelineParallel:
         return tuple(map(sum, zip(*told, strict=True)))
 
     @contextmanager
-    def together(self, *, results: bool = True) -> Iterator[None]:
+    def together(self, loose: Mapping[str, torch.Tensor], *, results: bool = True) -> Iterator[None]:
         """Inside, all ranks of the pipeline call the model, or parts of it, together, outside of a step.
 
         Args:
+            loose: whole parameters that code between points uses, by name.
             results: whether all of them get what the model returns, not only those that have the loss.
         """
         runner = Together(self, self._mesh.pp_group, self._mesh.pp_rank, results=results)
-        with self.points.under(runner):
+        with self.points.with_loose(loose), self.points.under(runner):
             yield
 
     def mark_late(self, parts: Mapping[int, Zero]) -> None:
         """Tell ways to hold parameters which of them several stages of this rank use."""
-        often = [name for name, stages in self._holders.items() if sum(stage in self.own for stage in stages) > 1]
+        often = [
+            name for name, stages in self.assignment.holders.items() if sum(stage in self.own for stage in stages) > 1
+        ]
         for part in parts.values():
             if isinstance(part, Replicas):
                 part.late.update(often)
@@ -219,19 +225,24 @@ class PipelineParallel:
         """Weights that a later stage of this rank has a copy of, and where that is."""
         return [(name, partial(getattr, where[0].module, where[0].name)) for name, where in self.copies]
 
-    def holder(self, name: str) -> int:
-        """The pipeline rank that speaks for a parameter or buffer: the first that holds it."""
-        if name in self._holders:
-            return min(self.ranks[stage] for stage in self._holders[name])
-        for point, stages in self.places.items():
-            if name.startswith(f"{point}."):
-                return self.ranks[stages[0]]
-        return 0
+    def watch_dropout(self, streams: DropoutStreams) -> None:
+        """Tell the streams of the blocks that are passed by."""
 
-    def watch_passed(self, streams: DropoutStreams, tp: TensorParallel | None) -> None:
-        """Tell the streams, and tensor parallelism, of the blocks that are passed by."""
-        for stage in self.stages.values():
-            stage.streams, stage.on_passed = streams, tp.passed if tp is not None else None
+        def tell(point: Point, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if point.block:
+                streams.passed(point.name)
+
+        self.points.passed.append(tell)
+
+    def watch_length(self, wire: Wire) -> None:
+        """Tell sequence parallelism how long the sequences are that an earlier stage cuts."""
+        first = self._blocks[0][0]
+
+        def tell(point: Point, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if point.name == first:
+                wire.length = find_tensors((args, kwargs))[0].shape[1]
+
+        self.points.passed.append(tell)
 
     # ------------------------------------------------------------------------------------------------------ in a step
 
@@ -239,8 +250,8 @@ class PipelineParallel:
         """How the forward of a batch runs through the stages; found anew for every kind of batch."""
         kind = _kind(batch)
         if kind not in self._routes:
-            flow = try_forward(self.points, batch, self.device, labels=self._labels)
-            self._routes[kind] = route(flow, same_places(flow, self.places), self.count)
+            flow = try_forward(self.points, batch, labels=self._labels)
+            self._routes[kind] = route(flow, same_places(flow, self.assignment.places), self.count)
         return self._routes[kind]
 
     def is_new(self, stage: int, batch: Any) -> bool:
@@ -263,37 +274,14 @@ class PipelineParallel:
 
     # -------------------------------------------------------------------------------------------------------- details
 
-    def _points_of(self, stage: int) -> list[str]:
-        return [name for name, stages in self.places.items() if stage in stages]
-
-    def _names_of(self, stage: int) -> list[str]:
-        return [name for name, stages in self._holders.items() if stage in stages]
-
-    def _find_holders(self) -> dict[str, tuple[int, ...]]:
-        """The stages that use each parameter."""
-        stages: dict[int, set[int]] = {}
-        for name, found in self.places.items():
-            for part in self.points.points[name].module.modules():
-                stages.setdefault(id(part), set()).update(found)
-        return {
-            name: tuple(sorted({stage for place in places for stage in stages.get(id(place.module), ())}))
-            for name, places in self._places_of.items()
-        }
-
-    def _refuse_what_is_lost(self) -> None:
-        if self.points.loose:
-            raise ConfigError(
-                f"parameter {self.points.loose[0][0]} hangs on a module that contains blocks",
-                why="it is not known which stage uses it",
-                fix="put it into a module of its own that the forward calls, or use pp=1",
-            )
-        uncalled = [name for name in self.points.points if name not in self.places]
-        if uncalled:
-            raise ConfigError(
-                f"the example batch does not make the model call {', '.join(uncalled[:5])}",
-                why="a module that is not called has no place among the stages",
-                fix="give an example batch that calls every module (Engine(..., example=batch)), or use pp=1",
-            )
+    def _take_loose(self, stage: int) -> dict[str, Loose]:
+        """The loose parameters of a stage as parts of it."""
+        found = {}
+        for name, owner in self.points.loose.items():
+            if stage in self.assignment.loose[owner]:
+                found[name] = Loose(getattr(owner.module, owner.name))
+                self.assignment.add_place(owner, Owner(found[name], "value"))
+        return found
 
     def _group(self, holders: tuple[int, ...]) -> dist.ProcessGroup | None:
         mesh = self._mesh

@@ -25,7 +25,6 @@ from meshwright.runtime.tp.modules import (
     gather_columns,
     leave_rows,
     pick_heads,
-    stream_of,
     sum_experts,
 )
 from meshwright.runtime.tp.plan import plan_sharding
@@ -82,14 +81,8 @@ class TensorParallel:
             self._enter_region(region, block=region.parent in {name for name, _ in blocks})
         for name, entry in styles.items():
             self._divide(name, entry.style)
-        self._first = blocks[0][1] if sequence_parallel else None
         if sequence_parallel:
             cut_sequences(self.wire, blocks[0][1], blocks[-1][1], joins=not self._final_norm)
-
-    def passed(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The forward comes to a block that another pipeline stage has: where sequences are cut, learn their length."""
-        if block is self._first and self.wire.cuts_sequences:
-            self.wire.length = stream_of(args, kwargs).shape[1]
 
     def sum_shares(self, zero: Zero) -> ConfigError | None:
         """After a step's reduces: sum the gradients that are shares; in the first step, what is wrong with them."""

@@ -14,16 +14,7 @@ from meshwright.runtime.seeds import SplitStreams
 from meshwright.runtime.tp.communicate import Wire
 from meshwright.runtime.tp.heads import Heads
 
-__all__ = [
-    "Entries",
-    "cut_sequences",
-    "divide_embedding",
-    "divide_head",
-    "leave_rows",
-    "pick_heads",
-    "stream_of",
-    "sum_experts",
-]
+__all__ = ["Entries", "cut_sequences", "divide_embedding", "divide_head", "leave_rows", "pick_heads", "sum_experts"]
 
 
 class Entries:
@@ -198,18 +189,6 @@ def cut_sequences(wire: Wire, first: nn.Module, last: nn.Module, *, joins: bool)
     first.register_forward_pre_hook(cut, with_kwargs=True)
     if joins:
         last.register_forward_hook(join)
-
-
-def stream_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The residual stream that a block is called with."""
-    found: list[torch.Tensor] = []
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        found.append(x)
-        return x
-
-    _replace_stream(args, kwargs, note)
-    return found[0]
 
 
 def _replace_stream(
