@@ -50,6 +50,8 @@ class Deferred:
                 _run(branch, mine, keep=bool(others))
             if others:
                 kept.append(_Branch(others, branch.nodes, branch.arrived))
+            else:  # what it holds is not needed for those that follow
+                branch.nodes, branch.arrived = [], {}
         self._branches = kept
 
 
@@ -77,6 +79,8 @@ def backward_input(
         if nodes:
             groups[frozenset(nodes)].append(weight)
     branches = [_Branch(group, list(nodes)) for nodes, group in groups.items()]
+    # Nodes run in the order of their numbers, the last made first: at one of them all with higher numbers have run.
+    passing = deque(sorted(path - _kept(branches, path, behind), key=_number, reverse=True))
     handles = []
     by_node: dict[Any, list[_Branch]] = defaultdict(list)
     for branch in branches:
@@ -87,6 +91,8 @@ def backward_input(
         def keep(arriving: Any, node: Any = node, interested: list[_Branch] = interested) -> None:
             for branch in interested:
                 branch.arrived[id(node)] = tuple(arriving)
+            while passing and _number(passing[0]) > _number(node):
+                _let_go(passing.popleft())
 
         handles.append(node.register_prehook(keep))
     try:
@@ -94,8 +100,14 @@ def backward_input(
     finally:
         for handle in handles:
             handle.remove()
-    _let_go(path - _kept(branches, path, behind))
+    for node in passing:
+        _let_go(node)
     return Deferred(branches)
+
+
+def _number(node: Any) -> int:
+    number: int = node._sequence_nr()
+    return number
 
 
 def _kept(branches: Sequence[_Branch], path: set[Any], behind: dict[Any, list[Any]]) -> set[Any]:
@@ -107,17 +119,16 @@ def _kept(branches: Sequence[_Branch], path: set[Any], behind: dict[Any, list[An
     return found
 
 
-def _let_go(nodes: Iterable[Any]) -> None:
-    """Free what nodes have saved for a backward that has been: a hook takes the place of each tensor."""
-    for node in nodes:
-        kind = type(node)
-        if kind not in _SAVED:
-            _SAVED[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-        for name in _SAVED[kind]:
-            with contextlib.suppress(RuntimeError):  # there is none, or it has hooks already
-                saved = getattr(node, name)
-                for one in saved if isinstance(saved, (tuple, list)) else (saved,):
-                    one.register_hooks(_nothing, _gone)
+def _let_go(node: Any) -> None:
+    """Free what a node has saved for a backward that has been: a hook takes the place of each tensor."""
+    kind = type(node)
+    if kind not in _SAVED:
+        _SAVED[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    for name in _SAVED[kind]:
+        with contextlib.suppress(RuntimeError):  # there is none, or it has hooks already
+            saved = getattr(node, name)
+            for one in saved if isinstance(saved, (tuple, list)) else (saved,):
+                one.register_hooks(_nothing, _gone)
 
 
 def _nothing(tensor: torch.Tensor) -> None:
