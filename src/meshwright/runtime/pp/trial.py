@@ -89,6 +89,7 @@ class _Seen:
     device: torch.device
     calls: list[Call] = field(default_factory=list)
     _behind: dict[int, frozenset[Value]] = field(default_factory=dict)
+    _made_by: dict[int, Point] = field(default_factory=dict)
     _alive: list[Any] = field(default_factory=list)
 
     @property
@@ -109,13 +110,23 @@ class _Seen:
 
     def call(self, point: Point, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         needs = self.behind((args, kwargs))
+        for tensor, writes in zip(find_tensors((args, kwargs)), point.writes(args, kwargs), strict=True):
+            if writes:
+                self.write(tensor)
         outputs = stand_ins(point.outline(args, kwargs), [], self.device, whole=True)
         tensors = find_tensors(outputs)
         index = len(self.calls)
         self.calls.append(Call(point.name, point.block, needs, len(tensors)))
         for number, tensor in enumerate(tensors):
             self.mark(tensor, frozenset({(index, number)}))
+            self._made_by[storage_key(tensor.untyped_storage())] = point
         return outputs
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """A tensor is written into: its point is told, where it is what one has returned."""
+        maker = self._made_by.get(storage_key(tensor.untyped_storage()))
+        if maker is not None:
+            maker.written = True
 
 
 class _Watch(TorchDispatchMode):
@@ -129,11 +140,15 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         values = self._seen.behind((args, kwargs or {}))
         if values:
-            written = [
-                given
-                for given, argument in zip(args, func._schema.arguments, strict=False)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            ]
-            for tensor in find_tensors((result, written)):
+            written = find_tensors(
+                [
+                    given
+                    for given, argument in zip(args, func._schema.arguments, strict=False)
+                    if argument.alias_info is not None and argument.alias_info.is_write
+                ]
+            )
+            for tensor in written:
+                self._seen.write(tensor)
+            for tensor in (*find_tensors(result), *written):
                 self._seen.mark(tensor, values)
         return result
