@@ -177,7 +177,7 @@ def _extend(module: nn.Module, points: Points, point: Point) -> None:
 
 
 def _find(model: nn.Module, blocks: Mapping[int, str]) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks, and the outermost modules with parameters and without a block inside."""
+    """The blocks, and the outermost modules with a state of their own and without a block inside."""
     seen: set[int] = set()
 
     def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -186,7 +186,7 @@ def _find(model: nn.Module, blocks: Mapping[int, str]) -> Iterator[tuple[str, nn
             if id(child) in seen:
                 continue
             whole = not any(id(part) in blocks for part in child.modules())
-            if id(child) in blocks or (whole and _called(child) and next(child.parameters(), None) is not None):
+            if id(child) in blocks or (whole and _called(child) and _holds_state(child)):
                 seen.add(id(child))
                 yield blocks.get(id(child), full), child
             elif not whole or not _called(child):
@@ -206,6 +206,14 @@ def _swap(owner: Owner, value: torch.Tensor) -> torch.Tensor:
     else:
         module.__dict__[name] = value
     return before
+
+
+def _holds_state(module: nn.Module) -> bool:
+    """Whether it has parameters, or buffers that are saved: then it has to run in one place."""
+    return any(
+        next(part.parameters(recurse=False), None) is not None or set(part._buffers) - part._non_persistent_buffers_set
+        for part in module.modules()
+    )
 
 
 def _called(module: nn.Module) -> bool:

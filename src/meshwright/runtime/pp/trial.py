@@ -16,6 +16,7 @@ from meshwright.errors import ConfigError
 from meshwright.runtime._torch import TorchDispatchMode, storage_key
 from meshwright.runtime.batch import call_model
 from meshwright.runtime.pp.points import Point, Points, stand_ins
+from meshwright.runtime.seeds import preserved_random_state
 from meshwright.runtime.tensors import find_tensors
 
 __all__ = ["Call", "Flow", "Value", "try_forward"]
@@ -67,7 +68,13 @@ def try_forward(points: Points, batch: Any, *, labels: bool) -> Flow:
         loose[name] = torch.zeros((), dtype=like.dtype, device=points.device).expand(like.shape)
         seen.mark(loose[name], frozenset({(-1, index)}))
     try:
-        with torch.no_grad(), points.with_loose(loose), points.under(seen), seen.mode:
+        with (
+            preserved_random_state(points.device),
+            torch.no_grad(),
+            points.with_loose(loose),
+            points.under(seen),
+            seen.mode,
+        ):
             outputs, _ = call_model(points.model, batch, labels=labels)
     except ConfigError:
         raise
