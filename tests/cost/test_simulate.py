@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.simulate import Timeline, simulate
+from meshwright.cost.simulate import Played, simulate
 from meshwright.errors import ConfigError
 from meshwright.schedule import COMPUTE, SCHEDULES, Action, Schedule, make_schedule
 from meshwright.spec import Link
@@ -23,7 +23,7 @@ TIMES = [(1, 1, 1), (2, 3, 1), (5, 4, 4), (3, 4, 2)]
 Times = tuple[int, int, int]
 
 
-def play(name: str, p: int, m: int, times: Times, virtual: int = 1, *, blocking: bool = False) -> Timeline:
+def play(name: str, p: int, m: int, times: Times, virtual: int = 1, *, blocking: bool = False) -> Played:
     """A schedule on equal stages with messages that take no time."""
     f, i, w = times
     seconds = {"forward": f, "backward": i + w, "backward-input": i, "backward-weight": w}
@@ -31,7 +31,7 @@ def play(name: str, p: int, m: int, times: Times, virtual: int = 1, *, blocking:
     return simulate(schedule, lambda kind, stage: float(seconds.get(kind, 0)), blocking=blocking)
 
 
-def peaks(played: Timeline) -> list[int]:
+def peaks(played: Played) -> list[int]:
     return [rank.peak for rank in played.in_flight]
 
 
@@ -118,10 +118,10 @@ def test_messages_take_latency_and_bytes_and_queue_on_the_wire() -> None:
     schedule = make_schedule("gpipe", ranks=2, microbatches=3)
     link = Link(latency_s=2.0, bytes_per_s=10.0)
     played = simulate(schedule, {(k, s): 1.0 for k in COMPUTE for s in (0, 1)}, link=link, message_bytes=40.0)
-    sends = [span for span in played.spans(0) if span.action.kind == "send"]
+    sends = [span for span in played.spans(0) if span.kind == "send"]
     # Computed at 1, 2, 3; the wire is taken for 4 s each; 2 s more to arrive.
     assert [(span.start_s, span.end_s) for span in sends] == [(1, 7), (5, 11), (9, 15)]
-    forwards = [span.start_s for span in played.spans(1) if span.action.kind == "forward"]
+    forwards = [span.start_s for span in played.spans(1) if span.kind == "forward"]
     assert forwards == [7, 11, 15]
     # Last forward ends at 16; three gradients, 1 s apart, on a wire of 4 s; the last arrives at 17 + 2 x 4 + 6.
     assert played.makespan_s == 17 + 8 + 6 + 1
@@ -192,6 +192,7 @@ def test_compute_follows_its_gathers_unit_by_unit(u: int) -> None:
     played = simulate(zero_3(u, m=1), table)
     forward, backward = (span for span in played.spans(0) if span.row == "compute")
     assert (forward.start_s, forward.end_s) == (40 / u, 40 + 4 / u)
+    assert forward.waits_s == forward.length_s - 4
     assert (backward.start_s, backward.end_s) == (40 + 40 / u if u > 1 else 80, 80 + 8 / u)
     assert played.makespan_s == max(80 + 8 / u + 16 / u, backward.start_s + 8 / u + 16, 80 + 16)
 
@@ -228,7 +229,10 @@ def test_units_written_out_take_the_same_time(
     short, exact = (simulate(s, durations, overlap=overlap) for s in (schedule, schedule.exact()))
     assert short.makespan_s == exact.makespan_s
     for rank in (0, 1):
-        lines = [[(s.action, s.start_s, s.end_s) for s in t.spans(rank) if s.row == "compute"] for t in (short, exact)]
+        lines = [
+            [(s.kind, s.stage, s.microbatch, s.start_s, s.end_s) for s in t.spans(rank) if s.row == "compute"]
+            for t in (short, exact)
+        ]
         assert lines[0] == lines[1]
 
 

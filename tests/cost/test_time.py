@@ -109,7 +109,7 @@ def test_a_long_step_is_as_long_as_if_every_microbatch_were_played() -> None:
     found = StepTime(model(), machines(), job(256), Strategy(pp=4, schedule="1f1b", zero=1, dp=2))
     assert isinstance(found._play, Play)
     assert found._play.repeated[0] > 0
-    assert found._play.makespan_s() == pytest.approx(found.timeline().makespan_s, rel=1e-9)
+    assert found._play.makespan_s() == pytest.approx(found.played().makespan_s, rel=1e-9)
 
 
 def test_recompute_takes_a_forward_more() -> None:

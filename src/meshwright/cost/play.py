@@ -16,7 +16,7 @@ from msgspec import Struct
 from meshwright.cost.compute import Phases
 from meshwright.cost.links import Group, Placement
 from meshwright.cost.makespan import Program, Seconds, program
-from meshwright.cost.simulate import Timeline, simulate
+from meshwright.cost.simulate import Played, simulate
 from meshwright.cost.stages import Stage
 from meshwright.cost.states import shard_group
 from meshwright.schedule import FOLDED, Kind, Schedule, make_schedule, stage_ranks
@@ -80,7 +80,7 @@ class Play(Struct, frozen=True, kw_only=True, dict=True):
         further = end - self._end_s(few - self.strategy.pp, *what)
         return max(end + rounds * further, least_s(self.strategy, self.times.phases, self.microbatches))
 
-    def timeline(self) -> Timeline:
+    def played(self) -> Played:
         """The whole step, action by action."""
         return self._simulated(self.microbatches, True, True, True)
 
@@ -126,7 +126,7 @@ class Play(Struct, frozen=True, kw_only=True, dict=True):
                 arrives[place] = wire[place] + link.latency_s
         return arrives, wire
 
-    def _simulated(self, microbatches: int, gathers: bool, reduces: bool, messages: bool) -> Timeline:
+    def _simulated(self, microbatches: int, gathers: bool, reduces: bool, messages: bool) -> Played:
         edges = [stage.blocks[-1].output_bytes * self.strategy.microbatch for stage in self.stages]
         return simulate(
             self._schedule(microbatches),

@@ -23,17 +23,16 @@ anything earlier.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Literal
 
 from meshwright.collector import collector_paused
 from meshwright.errors import ConfigError, PlanError
-from meshwright.schedule import COMPUTE, Action, InFlight, Kind, Schedule, in_flight
+from meshwright.schedule import COMPUTE, Action, InFlight, Kind, Schedule, Span, in_flight
 from meshwright.spec import Link
 
-__all__ = ["Durations", "Span", "Timeline", "simulate"]
+__all__ = ["Durations", "Played", "simulate"]
 
 #: Seconds by kind and stage. Gathers and reduces: of the whole stage, of which each unit takes an equal share.
 #: Send: what a message takes beside its latency and bytes. Kinds other than those that compute may be left out (0 s).
@@ -42,20 +41,11 @@ _UNIT_KINDS = frozenset(("gather", "release", "reduce"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
-    """One action on a rank's timeline, and which of the rank's three rows it lies on."""
-
-    action: Action
-    start_s: float
-    end_s: float
-    row: Literal["compute", "messages", "collectives"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timeline:
+class Played:
     """A played schedule. Per rank: starts and ends are those of its actions in order, busy is the time it computes.
 
-    `peak_bytes` is the most that a rank holds at one time, None where no bytes were given.
+    `seconds` are those that were given, of each kind of action by stage. `peak_bytes` is the most that a rank holds at
+    one time, None where no bytes were given.
     """
 
     schedule: Schedule
@@ -63,6 +53,7 @@ class Timeline:
     ends_s: tuple[list[float], ...]
     makespan_s: float
     busy_s: tuple[float, ...]
+    seconds: Mapping[str, Sequence[float]] = field(repr=False)
     peak_bytes: tuple[int, ...] | None = None
 
     @property
@@ -83,14 +74,13 @@ class Timeline:
 
     def spans(self, rank: int) -> Iterator[Span]:
         """A rank's actions with their times, in the schedule's order."""
-        actions = self.schedule.ranks[rank]
-        for action, start, end in zip(actions, self.starts_s[rank], self.ends_s[rank], strict=True):
-            row: Literal["compute", "messages", "collectives"] = "messages"
-            if action.kind in COMPUTE:
-                row = "compute"
-            elif action.kind in _UNIT_KINDS:
-                row = "collectives"
-            yield Span(action=action, start_s=start, end_s=end, row=row)
+        lines = zip(self.schedule.ranks[rank], self.starts_s[rank], self.ends_s[rank], strict=True)
+        for (kind, stage, microbatch, unit, peer, peer_stage), start, end in lines:
+            waits = 0.0
+            if kind in COMPUTE:
+                length = self.seconds[kind][stage]
+                waits = max(0.0, end - start - length) if end != start + length else 0.0
+            yield Span(rank, kind, start, end, stage, microbatch, unit, peer, peer_stage, waits)
 
 
 @collector_paused()
@@ -103,7 +93,7 @@ def simulate(
     blocking: bool = False,
     overlap: bool = True,
     held_bytes: Callable[[Action], tuple[int, int]] | None = None,
-) -> Timeline:
+) -> Played:
     """Play a valid schedule.
 
     Args:
@@ -129,12 +119,13 @@ def simulate(
     if held_bytes is not None:
         lines = zip(schedule.ranks, player.starts, player.ends, strict=True)
         peaks = tuple(_peak(actions, starts, ends, held_bytes) for actions, starts, ends in lines)
-    return Timeline(
+    return Played(
         schedule=schedule,
         starts_s=tuple(player.starts),
         ends_s=tuple(player.ends),
         makespan_s=makespan,
         busy_s=tuple(player.busy),
+        seconds=player.seconds,
         peak_bytes=peaks,
     )
 

@@ -11,7 +11,7 @@ from meshwright.cost.links import Collective, Placement, collective_s
 from meshwright.cost.memory import recomputed_blocks
 from meshwright.cost.offload import Streams, offload_streams
 from meshwright.cost.play import Play, StageTimes, unit_counts
-from meshwright.cost.simulate import Timeline
+from meshwright.cost.simulate import Played
 from meshwright.cost.stage_work import StageWork, Workshop
 from meshwright.cost.stages import Stage, cut
 from meshwright.cost.states import shard_group, summed_elements
@@ -84,6 +84,12 @@ class StepTime:
         """Seconds of one optimizer step."""
         return self._whole_s + self._after + self._beside
 
+    @property
+    def rest_s(self) -> float:
+        """What of it comes beside the schedule that is played: the optimizer, sums that are made once, what
+        collectives take from the compute beside them, waiting for the slowest node."""
+        return self._after + self._beside
+
     @cached_property
     def _whole_s(self) -> float:
         """Seconds from the first forward to the last reduction."""
@@ -146,9 +152,9 @@ class StepTime:
         more = float(again) * self.job.global_batch * s.tp * s.cp
         return self.mfu * (1 + more / self.model_flops) if self.model_flops else 0.0
 
-    def timeline(self) -> Timeline:
+    def played(self) -> Played:
         """The schedule of one data-parallel rank, played whole."""
-        return self._play.timeline()
+        return self._play.played()
 
     # --- what is played -----------------------------------------------------------------------------------------------
 

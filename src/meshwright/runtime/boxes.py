@@ -30,11 +30,13 @@ class Held:
         tensor: plain or, where ZeRO shards it, a DTensor; of the shape that this tensor-parallel rank has.
         cut: how that lies in the whole one; None where all of it is there.
         tp_rank: this rank's number in the cut.
+        holder: the pipeline rank that speaks for it. On ranks without it `tensor` has no values, and its whole shape.
     """
 
     tensor: torch.Tensor
     cut: Cut | None = None
     tp_rank: int = 0
+    holder: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -96,8 +98,34 @@ def gather_to_first(held: Held, dtype: torch.dtype, mesh: RankMesh) -> torch.Ten
     """The whole tensor in a dtype on the first rank, None on the others. All ranks call it, in the same order.
 
     The first rank holds the whole and one other part; the first of each tensor-parallel rank's shard group holds what
-    that rank has of it, the others nothing more than their own.
+    that rank has of it, the others nothing more than their own. What another stage has is sent to the first rank.
     """
+    holder = held.holder
+    if mesh.pp_rank == holder:
+        whole = _gather_in_stage(held, dtype, mesh)
+        if holder and whole is not None:
+            _send(whole, mesh.pp_group)
+        return None if holder else whole
+    if mesh.pp_rank or mesh.dp_rank or mesh.tp_rank:
+        return None
+    whole = torch.empty(held.shape, dtype=dtype, device=mesh.device)
+    _receive(whole, mesh.pp_group, holder)
+    return whole
+
+
+def gather_to_all(held: Held, mesh: RankMesh) -> torch.Tensor:
+    """The whole tensor on every rank, as memory of its own. All ranks call it, in the same order."""
+    if mesh.pp == 1:
+        return _gather_in_stage_to_all(held, mesh)
+    whole = torch.empty(held.shape, dtype=held.dtype, device=mesh.device)
+    if mesh.pp_rank == held.holder:
+        whole = _gather_in_stage_to_all(held, mesh).contiguous()
+    dist.broadcast(whole, group=mesh.pp_group, group_src=held.holder)
+    return whole
+
+
+def _gather_in_stage(held: Held, dtype: torch.dtype, mesh: RankMesh) -> torch.Tensor | None:
+    """The whole tensor on the first rank of a stage."""
     cut = held.cut if held.is_cut else None
     if mesh.tp_rank and (cut is None or not cut.first_places(mesh.tp_rank)):
         return None  # an earlier rank has all of it
@@ -118,8 +146,8 @@ def gather_to_first(held: Held, dtype: torch.dtype, mesh: RankMesh) -> torch.Ten
     return whole
 
 
-def gather_to_all(held: Held, mesh: RankMesh) -> torch.Tensor:
-    """The whole tensor on every rank, as memory of its own. All ranks call it, in the same order."""
+def _gather_in_stage_to_all(held: Held, mesh: RankMesh) -> torch.Tensor:
+    """The whole tensor on every rank of a stage."""
     tensor = held.tensor.detach()
     local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
     if held.cut is None or not held.is_cut:

@@ -128,17 +128,16 @@ def build(
         return Built(module, make({0: (module, units)}, used=None)[0], mesh, dropout, traffic, coupled, tp, None)
     pipeline.keep_own(sharded=mesh.shard is not None)
     pipeline.watch_dropout(dropout)
+    if tp is not None and strategy.sequence_parallel:
+        pipeline.watch_length(tp.wire)
     pipeline.recomputed.update(recomputed)
     stages = {stage: (own, pipeline.units(stage, strategy.unit_blocks)) for stage, own in pipeline.stages.items()}
     if compute != stored:
         parts = (part for _, units in stages.values() for unit in units for part in unit.modules)
         cast_inputs(list(dict.fromkeys([module, *(part for part in parts if not isinstance(part, Stage))])), compute)
-    used = pipeline.used
-    held = make(stages, used=used)
+    held = make(stages, used=pipeline.used)
     pipeline.mark_late(held)
-    zero = StagedZero(held, mesh, cuts, used, traffic, shared=pipeline.shared(), copies=pipeline.second_copies())
-    zero.find_stored()
-    zero.refresh_copies()
+    zero = StagedZero(held, mesh, cuts, pipeline, traffic)
     return Built(module, zero, mesh, dropout, traffic, coupled, tp, pipeline)
 
 

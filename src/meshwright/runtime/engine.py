@@ -246,6 +246,7 @@ class Engine:
             return
         self._require_whole()
         modes = {module: module.training for module in self.model.modules()}
+        loose = {} if self._pipeline is None else {name: self._computed(name) for name in self._pipeline.points.loose}
         self.model.eval()
         self._zero.begin_evaluation()
         self._inside, reachable = True, True
@@ -255,7 +256,7 @@ class Engine:
                 if self._tp is not None:
                     stack.enter_context(self._tp.whole())
                 if self._pipeline is not None:
-                    stack.enter_context(self._pipeline.together())
+                    stack.enter_context(self._pipeline.together(loose))
                 yield self.model
         except BaseException as error:
             reachable = isinstance(error, Exception)  # interrupted, it waits for nobody
@@ -321,6 +322,11 @@ class Engine:
     def bytes_at_rest(self) -> dict[str, int]:
         """Bytes this rank holds between steps, by category; each storage once."""
         return {kind: bytes_of(storages) for kind, storages in state_storages(self.model, self.optimizer).items()}
+
+    def _computed(self, name: str) -> torch.Tensor:
+        """A whole parameter as forwards compute with it."""
+        whole = self.read(name)
+        return whole.to(getattr(torch, self.job.compute_dtype)) if whole.is_floating_point() else whole
 
     def _trained(self) -> list[nn.Parameter]:
         """What the optimizer is built over, in the model's order."""

@@ -35,7 +35,7 @@ def evaluate_engine(engine: Engine, batches: Iterable[Any]) -> float:
             if engine._tp is not None:
                 engine._tp.whole_logits = False  # a loss is taken of them
             for batch in evaluation_parts(batches, engine._shared, engine.strategy, engine.batch_scope, mesh.dp_rank):
-                with engine._pipeline.together(results=False) if engine._pipeline is not None else nullcontext():
+                with engine._pipeline.together({}, results=False) if engine._pipeline is not None else nullcontext():
                     outputs, targets = call_model(
                         engine.model, to_device(batch, engine.device), labels=engine._own_loss
                     )

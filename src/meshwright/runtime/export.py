@@ -24,7 +24,6 @@ from meshwright.runtime.boxes import Held, gather_to_all, gather_to_first
 from meshwright.runtime.checkpoint_files import Draft, explained
 from meshwright.runtime.ranks import global_rank
 from meshwright.runtime.safetensors_file import CODES, Piece, as_bytes, write_pieces
-from meshwright.runtime.units import Unit
 from meshwright.runtime.weight_files import INDEX, WEIGHTS, WeightFiles
 from meshwright.runtime.zero import Zero
 
@@ -98,26 +97,15 @@ def read_tensor(model: nn.Module, zero: Zero, name: str) -> torch.Tensor:
     Raises:
         ConfigError: the model has none of that name.
     """
-    tensors = dict(model.named_buffers()) | zero.stored
-    first = _first_names(model, zero.units).get(name, name)
+    tensors = dict(model.named_buffers()) | zero.everything()
+    first = zero.first_names(model).get(name, name)
     if first not in tensors:
         raise ConfigError(
             f"the model has no parameter or buffer {name!r}",
-            why=f"it has {', '.join(list(zero.stored)[:5])}, ...",
+            why=f"it has {', '.join(list(zero.everything())[:5])}, ...",
             fix="name it as model.named_parameters() or model.named_buffers() does",
         )
     return gather_to_all(zero.held(first, tensors[first]), zero.mesh)
-
-
-def _first_names(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
-    """Every name of every parameter, to its first one."""
-    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
-    return {
-        prefixes[id(owner.module)] + owner.name: name
-        for unit in units
-        for name, where in unit.parameters.items()
-        for owner in where
-    }
 
 
 # ---------------------------------------------------------------------------------------------------- what is written
@@ -136,11 +124,12 @@ def _planned(
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes={max_shard_bytes}", fix="give the most bytes of a file, 5 * 2**30 say")
     entries: list[tuple[Piece, Held]] = []
-    chosen = _expected_names(model, zero.units)
+    chosen = _expected_names(model, zero)
     persistent = model.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    for name, tensor in {**zero.stored, **buffers}.items():
-        turned = dtype if dtype is not None and name in zero.stored and tensor.is_floating_point() else tensor.dtype
+    parameters = zero.everything()
+    for name, tensor in {**parameters, **buffers}.items():
+        turned = dtype if dtype is not None and name in parameters and tensor.is_floating_point() else tensor.dtype
         if turned not in CODES:
             raise ConfigError(f"{name} is of {turned}", why="safetensors has no such dtype", fix="export with dtype=")
         held = zero.held(name, tensor)
@@ -164,11 +153,11 @@ def _planned(
     ]
 
 
-def _expected_names(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
+def _expected_names(model: nn.Module, zero: Zero) -> dict[str, str]:
     """Tied weights by their first name: the name under which Hugging Face's `from_pretrained` looks for them."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     chosen: dict[str, str] = {}
-    for name, first in _first_names(model, units).items():
+    for name, first in zero.first_names(model).items():
         if name not in tied:
             chosen.setdefault(first, name)
     return chosen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ class RankMesh:
         stage_group: ranks with the same stages, for coordination on the host; None for all ranks.
         shard: the mesh over which ZeRO shards: `dp_shard`, preceded by `dp_replicate` for hybrid sharding; None where
             nothing is sharded.
+        device: of this rank.
     """
 
     dp: int = 1
@@ -50,6 +51,7 @@ class RankMesh:
     rows_group: dist.ProcessGroup | None = None
     stage_group: dist.ProcessGroup | None = None
     shard: DeviceMesh | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def leads(self) -> bool:
@@ -63,7 +65,7 @@ def rank_mesh(strategy: Strategy, device: torch.device) -> RankMesh:
     The groups have the timeout of the default group.
     """
     if world_size() == 1:
-        return RankMesh()
+        return RankMesh(device=device)
     dp, tp, pp = strategy.dp, strategy.tp, strategy.pp
     sizes = {"pp": pp, "dp_replicate": strategy.replicas, "dp_shard": strategy.shard, "tp": tp}
     names = [name for name in strategy.mesh_order if name in sizes]
@@ -92,6 +94,7 @@ def rank_mesh(strategy: Strategy, device: torch.device) -> RankMesh:
         rows_group=rows_group,
         stage_group=_groups(grid.reshape(pp, -1), device, backend="gloo") if pp > 1 and dp * tp > 1 else None,
         shard=_shard_mesh(strategy, by_shard, place, dp_group, device) if strategy.shard > 1 else None,
+        device=device,
     )
 
 

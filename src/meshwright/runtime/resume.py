@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from meshwright.errors import CheckpointError
 from meshwright.runtime.checkpoint import load_checkpoint, save_checkpoint, shared_manifest
 from meshwright.runtime.state import (
@@ -40,7 +42,7 @@ def save_engine(engine: Engine, folder: Path, extra: dict[str, Any]) -> None:
             "loss_scale": engine._scale.state(),
             "optimizer": type(engine.optimizer).__name__,
             "groups": group_options(engine.optimizer),
-            "numbers": optimizer_numbers(engine.optimizer, zero.stored),
+            "numbers": _of_all_stages(engine, optimizer_numbers(engine.optimizer, zero.stored)),
             "scheduler_name": type(engine.scheduler).__name__ if engine.scheduler is not None else "none",
             "scheduler": scheduler_state(engine.scheduler),
         },
@@ -48,6 +50,15 @@ def save_engine(engine: Engine, folder: Path, extra: dict[str, Any]) -> None:
     }
     states = model_states(engine.model, zero) | optimizer_states(engine.optimizer, zero)
     save_checkpoint(folder, states, manifest, group=engine._host_group)
+
+
+def _of_all_stages(engine: Engine, numbers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What every pipeline rank knows of its parameters, together."""
+    if engine._mesh.pp == 1:
+        return numbers
+    told: list[Any] = [None] * engine._mesh.pp
+    dist.all_gather_object(told, numbers, group=engine._mesh.pp_group)
+    return {name: values for found in told for name, values in found.items()}
 
 
 def load_engine(engine: Engine, folder: Path) -> dict[str, Any]:

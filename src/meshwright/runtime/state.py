@@ -35,7 +35,7 @@ Parameters = Mapping[str, nn.Parameter]
 def model_states(model: nn.Module, zero: Zero) -> dict[str, Held]:
     """What this rank holds of every parameter (tied ones once) and persistent buffer, as `model.<name>`."""
     persistent = model.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent and zero.holds(name)}
     return {_MODEL + name: zero.held(name, tensor) for name, tensor in {**zero.stored, **buffers}.items()}
 
 
@@ -86,6 +86,8 @@ def new_optimizer_states(
             continue
         name, _, key = full[len(_OPTIMIZER) :].rpartition(".")
         parameter = zero.stored.get(name)
+        if parameter is None and name in zero.used.names:
+            continue  # another stage's
         if parameter is None or id(parameter) not in groups:
             raise CheckpointError(
                 f"the checkpoint holds optimizer states of {name}, which this model does not train",
@@ -111,7 +113,8 @@ def adopt_optimizer_states(
         name, _, key = full[len(_OPTIMIZER) :].rpartition(".")
         optimizer.state[parameters[name]][key] = held.tensor
     for name, values in numbers.items():
-        optimizer.state[parameters[name]].update(values)
+        if name in parameters:
+            optimizer.state[parameters[name]].update(values)
 
 
 def require_same_optimizer(optimizer: Optimizer, scheduler: LRScheduler | None, saved: Mapping[str, Any]) -> None:

@@ -146,6 +146,29 @@ class Zero(ABC):
         """Look up the stored parameters (by global name, in the order of units) while nothing is gathered."""
         self.stored = {name: self.parameter(unit, name) for unit in self.units for name in unit.parameters}
 
+    def everything(self) -> dict[str, torch.Tensor]:
+        """Every parameter of the model by global name, in one order on all ranks: as this rank stores it, or without
+        values and in its whole shape where only other pipeline ranks hold it."""
+        return dict(self.stored)
+
+    def holder(self, name: str) -> int:
+        """The pipeline rank that speaks for a parameter or buffer."""
+        return 0
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter or buffer of that name has its values on this rank."""
+        return True
+
+    def first_names(self, model: nn.Module) -> dict[str, str]:
+        """Every name of every parameter, to its first one."""
+        prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+        return {
+            prefixes[id(owner.module)] + owner.name: name
+            for unit in self.units
+            for name, where in unit.parameters.items()
+            for owner in where
+        }
+
     def point_to_stored(self) -> None:
         """Hang each parameter, as it is stored, everywhere where it hung: sharding changes it in its unit's modules."""
         for unit in self.units:
@@ -154,8 +177,12 @@ class Zero(ABC):
                     setattr(owner.module, owner.name, self.parameter(unit, name))
 
     def held(self, name: str, tensor: torch.Tensor) -> Held:
-        """A tensor that lies as the parameter or buffer of that name does: itself, its gradient, a state of it."""
-        return Held(tensor.detach(), self.cuts.get(name), self.mesh.tp_rank)
+        """A tensor that lies as the parameter or buffer of that name does: itself, its gradient, a state of it.
+
+        Of what only other pipeline ranks have, `everything()` gives one in its whole shape.
+        """
+        cut = self.cuts.get(name) if not tensor.is_meta else None
+        return Held(tensor.detach(), cut, self.mesh.tp_rank, self.holder(name))
 
     @abstractmethod
     def gathered_storages(self) -> list[torch.UntypedStorage]:

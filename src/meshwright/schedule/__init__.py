@@ -13,6 +13,7 @@ from meshwright.schedule.make import (
     stage_rank,
     stage_ranks,
 )
+from meshwright.schedule.timeline import Row, Span, SpanKind, Timeline
 from meshwright.schedule.validate import validate
 
 __all__ = [
@@ -22,7 +23,11 @@ __all__ = [
     "Action",
     "InFlight",
     "Kind",
+    "Row",
     "Schedule",
+    "Span",
+    "SpanKind",
+    "Timeline",
     "Window",
     "compute_order",
     "compute_orders",

@@ -15,7 +15,16 @@ import msgspec
 
 from meshwright.errors import ConfigError
 
-__all__ = ["dump_toml", "from_table", "load_toml", "read_noun", "require_format", "to_table", "write_text"]
+__all__ = [
+    "dump_toml",
+    "from_table",
+    "load_toml",
+    "read_noun",
+    "require_format",
+    "to_table",
+    "write_bytes",
+    "write_text",
+]
 
 T = TypeVar("T")
 Table = dict[str, Any]
@@ -96,11 +105,16 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         ConfigError: the folder cannot be written.
     """
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """The same with bytes. Raises what `write_text` raises."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
-            aside.write_text(text, encoding="utf-8")
+            aside.write_bytes(data)
             os.replace(aside, path)
         finally:
             aside.unlink(missing_ok=True)

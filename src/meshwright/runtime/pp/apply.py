@@ -18,14 +18,15 @@ from meshwright.runtime.mesh import RankMesh
 from meshwright.runtime.pp.example import guess_batch
 from meshwright.runtime.pp.inference import Together
 from meshwright.runtime.pp.messages import Form
-from meshwright.runtime.pp.points import Points
-from meshwright.runtime.pp.route import Route, assign, route, same_places
-from meshwright.runtime.pp.stage import Stage
+from meshwright.runtime.pp.points import Point, Points
+from meshwright.runtime.pp.route import Route, assign, loose_places, route, same_places
+from meshwright.runtime.pp.stage import Loose, Stage
 from meshwright.runtime.pp.staged import Shared, StagedZero
 from meshwright.runtime.pp.trial import try_forward
 from meshwright.runtime.replicas import Replicas
 from meshwright.runtime.seeds import DropoutStreams
-from meshwright.runtime.tensors import map_values
+from meshwright.runtime.tensors import find_tensors, map_values
+from meshwright.runtime.tp.communicate import Wire
 from meshwright.runtime.units import Blocks, Owner, Unit, make_units, owners
 from meshwright.runtime.zero import Used, Zero
 from meshwright.schedule import stage_ranks
@@ -69,9 +70,9 @@ class PipelineParallel:
         self.ranks = stage_ranks(strategy.schedule, strategy.pp, strategy.virtual_stages)
         #: Stages of this rank, in order.
         self.own = [stage for stage, rank in enumerate(self.ranks) if rank == mesh.pp_rank]
-        self.points = Points(model, blocks)
+        self.points = Points(model, blocks, device)
         batch = guess_batch(model) if example is None else split(example, 0, min(rows(example), strategy.microbatch))
-        flow = try_forward(self.points, to_device(batch, device), device, labels=labels)
+        flow = try_forward(self.points, to_device(batch, device), labels=labels)
         called = list(dict.fromkeys(call.point for call in flow.calls if call.block))
         if len(called) < self.count:
             raise ConfigError(
@@ -92,11 +93,19 @@ class PipelineParallel:
         self._places_of = owners(model)
         #: Every parameter of the model by its global name, in one order on all ranks.
         self.names = list(self._places_of)
+        #: The same without values, in whole shapes.
+        self.whole = {name: _whole(where[0]) for name, where in self._places_of.items()}
+        prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+        #: Every name of every parameter, to its first one.
+        self.first_names = {
+            prefixes[id(place.module)] + place.name: name for name, where in self._places_of.items() for place in where
+        }
         #: Which of them take part in a step.
         self.used = Used(self.names)
         self.stages: dict[int, Stage] = {}
         self.copies: list[tuple[str, tuple[Owner, ...]]] = []
         self._blocks = list(blocks)
+        self._loose_owners = self._find_loose(loose_places(flow, stages, self.count))
         self._refuse_what_is_lost()
         first = self._routes[_kind(batch)]
         crosses = {value[0] for values in first.crossing for value in values}
@@ -115,7 +124,11 @@ class PipelineParallel:
         """
         own = set(self.own)
         modules = {stage: [self.points.points[name].module for name in self._points_of(stage)] for stage in own}
-        inside = {stage: {id(part) for m in found for part in m.modules()} for stage, found in modules.items()}
+        loose = {stage: self._take_loose(stage) for stage in self.own}
+        inside = {
+            stage: {id(part) for module in (*found, *loose[stage].values()) for part in module.modules()}
+            for stage, found in modules.items()
+        }
         for name, places in self._places_of.items():
             held = [stage for stage in self._holders[name] if stage in own]
             if not held:
@@ -138,7 +151,8 @@ class PipelineParallel:
                 self.used.add_copy(_copy_name(name, stage), name)
                 self.copies.append((name, mine))
         for stage in self.own:
-            self.stages[stage] = Stage(stage, self.points, modules[stage], self.device, last=stage == self.count - 1)
+            last = stage == self.count - 1
+            self.stages[stage] = Stage(stage, self.points, modules[stage], loose[stage], last=last)
 
     def units(self, stage: int, unit_blocks: int) -> list[Unit]:
         """The ZeRO units of a stage of this rank: parameters by global name, each in one stage of this rank."""
@@ -197,14 +211,15 @@ class PipelineParallel:
         return tuple(map(sum, zip(*told, strict=True)))
 
     @contextmanager
-    def together(self, *, results: bool = True) -> Iterator[None]:
+    def together(self, loose: Mapping[str, torch.Tensor], *, results: bool = True) -> Iterator[None]:
         """Inside, all ranks of the pipeline call the model, or parts of it, together, outside of a step.
 
         Args:
+            loose: whole parameters that code between points uses, by name.
             results: whether all of them get what the model returns, not only those that have the loss.
         """
         runner = Together(self, self._mesh.pp_group, self._mesh.pp_rank, results=results)
-        with self.points.under(runner):
+        with self.points.with_loose(loose), self.points.under(runner):
             yield
 
     def mark_late(self, parts: Mapping[int, Zero]) -> None:
@@ -219,18 +234,36 @@ class PipelineParallel:
         return [(name, partial(getattr, where[0].module, where[0].name)) for name, where in self.copies]
 
     def holder(self, name: str) -> int:
-        """The pipeline rank that speaks for a parameter or buffer: the first that holds it."""
+        """The pipeline rank that speaks for a parameter or buffer: the first that has it."""
+        return min((self.ranks[stage] for stage in self._stages_with(name)), default=0)
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has a parameter or buffer; all have what is outside of all points."""
+        return any(stage in self.own for stage in self._stages_with(name)) or not self._stages_with(name)
+
+    def _stages_with(self, name: str) -> tuple[int, ...]:
         if name in self._holders:
-            return min(self.ranks[stage] for stage in self._holders[name])
-        for point, stages in self.places.items():
-            if name.startswith(f"{point}."):
-                return self.ranks[stages[0]]
-        return 0
+            return self._holders[name]
+        return next((found for point, found in self.places.items() if name.startswith(f"{point}.")), ())
 
     def watch_dropout(self, streams: DropoutStreams) -> None:
         """Tell the streams of the blocks that are passed by."""
-        for stage in self.stages.values():
-            stage.streams = streams
+
+        def tell(point: Point, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if point.block:
+                streams.passed(point.name)
+
+        self.points.passed.append(tell)
+
+    def watch_length(self, wire: Wire) -> None:
+        """Tell sequence parallelism how long the sequences are that an earlier stage cuts."""
+        first = self._blocks[0][0]
+
+        def tell(point: Point, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if point.name == first:
+                wire.length = find_tensors((args, kwargs))[0].shape[1]
+
+        self.points.passed.append(tell)
 
     # ------------------------------------------------------------------------------------------------------ in a step
 
@@ -238,7 +271,7 @@ class PipelineParallel:
         """How the forward of a batch runs through the stages; found anew for every kind of batch."""
         kind = _kind(batch)
         if kind not in self._routes:
-            flow = try_forward(self.points, batch, self.device, labels=self._labels)
+            flow = try_forward(self.points, batch, labels=self._labels)
             self._routes[kind] = route(flow, same_places(flow, self.places), self.count)
         return self._routes[kind]
 
@@ -268,6 +301,29 @@ class PipelineParallel:
     def _names_of(self, stage: int) -> list[str]:
         return [name for name, stages in self._holders.items() if stage in stages]
 
+    def _find_loose(self, used: Mapping[int, tuple[int, ...]]) -> dict[Owner, tuple[int, ...]]:
+        """The places of parameters that code between points uses on stages that do not run their module, and which."""
+        of_module: dict[int, set[int]] = {}
+        for name, found in self.places.items():
+            for part in self.points.points[name].module.modules():
+                of_module.setdefault(id(part), set()).update(found)
+        loose = {}
+        for number, (name, owner) in enumerate(self.points.places.items()):
+            stages = tuple(stage for stage in used.get(number, ()) if stage not in of_module.get(id(owner.module), ()))
+            if stages:
+                self.points.loose[name], loose[owner] = owner, stages
+        return loose
+
+    def _take_loose(self, stage: int) -> dict[str, Loose]:
+        """The loose parameters of a stage as parts of it."""
+        found = {}
+        for name, owner in self.points.loose.items():
+            if stage in self._loose_owners[owner]:
+                found[name] = Loose(getattr(owner.module, owner.name))
+                first = next(known for known, places in self._places_of.items() if owner in places)
+                self._places_of[first] = (*self._places_of[first], Owner(found[name], "value"))
+        return found
+
     def _find_holders(self) -> dict[str, tuple[int, ...]]:
         """The stages that use each parameter."""
         stages: dict[int, set[int]] = {}
@@ -275,16 +331,30 @@ class PipelineParallel:
             for part in self.points.points[name].module.modules():
                 stages.setdefault(id(part), set()).update(found)
         return {
-            name: tuple(sorted({stage for place in places for stage in stages.get(id(place.module), ())}))
+            name: tuple(
+                sorted(
+                    {
+                        stage
+                        for place in places
+                        for stage in (*stages.get(id(place.module), ()), *self._loose_owners.get(place, ()))
+                    }
+                )
+            )
             for name, places in self._places_of.items()
         }
 
     def _refuse_what_is_lost(self) -> None:
-        if self.points.loose:
+        inside = {id(part) for point in self.points.points.values() for part in point.module.modules()}
+        unused = [
+            name
+            for name, owner in self.points.places.items()
+            if id(owner.module) not in inside and owner not in self._loose_owners
+        ]
+        if unused:
             raise ConfigError(
-                f"parameter {self.points.loose[0][0]} hangs on a module that contains blocks",
-                why="it is not known which stage uses it",
-                fix="put it into a module of its own that the forward calls, or use pp=1",
+                f"the example batch does not make the model use {', '.join(unused[:5])}",
+                why="a parameter that is not used has no place among the stages",
+                fix="give an example batch that uses it (Engine(..., example=batch)), or use pp=1",
             )
         uncalled = [name for name in self.points.points if name not in self.places]
         if uncalled:
@@ -307,6 +377,11 @@ class PipelineParallel:
             if dist.get_rank() in line:
                 mine = group
         return mine
+
+
+def _whole(place: Owner) -> torch.Tensor:
+    parameter: nn.Parameter = getattr(place.module, place.name)
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def _copy_name(name: str, stage: int) -> str:

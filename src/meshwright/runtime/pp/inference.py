@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from meshwright.runtime.pp.messages import broadcast_tensors
-from meshwright.runtime.pp.points import Point, stand_ins
+from meshwright.runtime.pp.points import Point
 from meshwright.runtime.tensors import find_tensors
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ class Together:
         if not self._pipeline.tells(point.name, results=self._results):
             if owner == self._rank:
                 return result
-            return stand_ins(point.outline(args, kwargs), [], self._pipeline.device, whole=not point.block)
+            return self._pipeline.points.pass_by(point, args, kwargs, [])
         if owner == self._rank:
             broadcast_tensors(find_tensors(result), self._group, owner, self._pipeline.device)
             return result
         told = broadcast_tensors(None, self._group, owner, self._pipeline.device)
-        return stand_ins(point.outline(args, kwargs), told, self._pipeline.device, whole=True)
+        return self._pipeline.points.pass_by(point, args, kwargs, told)

@@ -19,7 +19,7 @@ from meshwright.errors import ConfigError
 from meshwright.runtime.tensors import map_values
 from meshwright.runtime.units import Blocks, Owner
 
-__all__ = ["Point", "Points", "Runner"]
+__all__ = ["Point", "Points", "Runner", "stand_ins"]
 
 #: What a module of another stage returns: the structure of its outputs, with meta tensors.
 Outline = Any
@@ -82,22 +82,26 @@ class Points:
     Args:
         model: not yet changed by any other part of the runtime; its classes are extended in place.
         blocks: of the model.
+        device: of activations.
     """
 
-    def __init__(self, model: nn.Module, blocks: Blocks) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, blocks: Blocks, device: torch.device) -> None:
+        self.model, self.device = model, device
         inside = {id(block): name for name, block in blocks}
         found = dict(_find(model, inside))
         self.points = {name: Point(name, module, block=id(module) in inside) for name, module in found.items()}
         self._runner: Runner | None = None
         self._deep = False
-        #: Parameters that hang on modules which contain points.
-        self.loose: list[tuple[str, Owner]] = [
-            (f"{prefix}.{name}" if prefix else name, Owner(module, name))
+        #: Called with a point that another stage runs, and with what it is called with.
+        self.passed: list[Callable[[Point, tuple[Any, ...], dict[str, Any]], None]] = []
+        #: Everywhere a parameter hangs, by name.
+        self.places = {
+            f"{prefix}.{name}" if prefix else name: Owner(module, name)
             for prefix, module in model.named_modules()
-            if id(module) not in {id(part) for point in found.values() for part in point.modules()}
             for name, _ in module.named_parameters(recurse=False)
-        ]
+        }
+        #: Those of them that code between points uses.
+        self.loose: dict[str, Owner] = {}
         for point in self.points.values():
             _extend(point.module, self, point)
 
@@ -109,6 +113,24 @@ class Points:
             yield
         finally:
             self._runner = before
+
+    @contextmanager
+    def with_loose(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """While inside, code between points finds these values in the places of parameters."""
+        before = {name: _swap(self.places[name], value) for name, value in values.items()}
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                _swap(self.places[name], value)
+
+    def pass_by(
+        self, point: Point, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[torch.Tensor | None]
+    ) -> Any:
+        """What a point that another stage runs returns here: what is given of it, and zeros."""
+        for tell in self.passed:
+            tell(point, args, kwargs)
+        return stand_ins(point.outline(args, kwargs), given, self.device, whole=not point.block)
 
     def come_to(self, point: Point, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's forward calls a point."""
@@ -161,6 +183,19 @@ def _find(model: nn.Module, blocks: Mapping[int, str]) -> Iterator[tuple[str, nn
                 yield from walk(full, child)
 
     yield from walk("", model)
+
+
+def _swap(owner: Owner, value: torch.Tensor) -> torch.Tensor:
+    """Put a value in the place of a parameter; what was there."""
+    module, name = owner.module, owner.name
+    before: torch.Tensor = getattr(module, name)
+    module._parameters.pop(name, None)
+    module.__dict__.pop(name, None)
+    if isinstance(value, nn.Parameter):
+        module._parameters[name] = value
+    else:
+        module.__dict__[name] = value
+    return before
 
 
 def _called(module: nn.Module) -> bool:

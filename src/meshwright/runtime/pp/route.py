@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshwright.errors import ConfigError
 from meshwright.runtime.pp.trial import Call, Flow, Value
 
-__all__ = ["Route", "assign", "route"]
+__all__ = ["Route", "assign", "loose_places", "route", "same_places"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,22 @@ def route(flow: Flow, stages: Sequence[int], count: int) -> Route:
         tuple(sorted(v for v, last in needed.items() if stages[v[0]] < stage <= last)) for stage in range(count)
     ]
     return Route(flow.calls, tuple(stages), tuple(crossing))
+
+
+def loose_places(flow: Flow, stages: Sequence[int], count: int) -> dict[int, tuple[int, ...]]:
+    """The stages whose calls each parameter that code between points uses reaches, by the number of its place.
+
+    What is returned belongs to the last stage.
+    """
+    found: dict[int, set[int]] = {}
+    for call, stage in zip(flow.calls, stages, strict=True):
+        for index, number in call.needs:
+            if index < 0:
+                found.setdefault(number, set()).add(stage)
+    for index, number in flow.results:
+        if index < 0:
+            found.setdefault(number, set()).add(count - 1)
+    return {number: tuple(sorted(own)) for number, own in found.items()}
 
 
 def same_places(flow: Flow, places: Mapping[str, tuple[int, ...]]) -> list[int]:

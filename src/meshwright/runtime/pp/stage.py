@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
-from meshwright.runtime.pp.points import Point, Points, stand_ins
+from meshwright.runtime.pp.points import Point, Points
 from meshwright.runtime.pp.route import Route
 from meshwright.runtime.pp.trial import Value
-from meshwright.runtime.seeds import DropoutStreams
 from meshwright.runtime.tensors import find_tensors
 
-__all__ = ["Stage"]
+__all__ = ["Loose", "Stage"]
+
+
+class Loose(nn.Module):
+    """A parameter that hangs on a module around points, as a part of a stage that uses it."""
+
+    def __init__(self, value: nn.Parameter) -> None:
+        super().__init__()
+        self.value = value
 
 
 class Stage(nn.Module):
@@ -25,19 +32,20 @@ class Stage(nn.Module):
         index: its number over all ranks.
         points: of the model.
         modules: of this stage's points, in the order of calls.
-        device: of activations.
+        loose: by name the parameters that it uses between points.
         last: whether it is the last stage of all.
     """
 
     def __init__(
-        self, index: int, points: Points, modules: Sequence[nn.Module], device: torch.device, *, last: bool
+        self, index: int, points: Points, modules: Sequence[nn.Module], loose: Mapping[str, Loose], *, last: bool
     ) -> None:
         super().__init__()
-        self.index, self.last, self.device = index, last, device
+        self.index, self.last = index, last
         self._points = [points]  # in a list: not a part of this module
         for number, module in enumerate(modules):
             self.add_module(f"part{number}", module)
-        self.streams: DropoutStreams | None = None
+        self._loose_names = list(loose)
+        self.loose = nn.ModuleList(loose.values())
 
     def forward(self, route: Route, handed: Sequence[torch.Tensor], call: Callable[[], Any]) -> Any:
         """Run the stage.
@@ -51,7 +59,10 @@ class Stage(nn.Module):
             The tensors that the next stage is handed; of the last stage what `call` returns.
         """
         running = _Running(self, route, handed)
-        with self._points[0].under(running):
+        loose: dict[str, torch.Tensor] = {
+            name: part.get_parameter("value") for name, part in zip(self._loose_names, self.loose, strict=True)
+        }
+        with self.points.with_loose(loose), self.points.under(running):
             try:
                 result = call()
             except _Done:
@@ -62,6 +73,11 @@ class Stage(nn.Module):
             running.require_all()
             return result
         return tuple(running.values[value] for value in route.crossing[self.index + 1])
+
+    @property
+    def points(self) -> Points:
+        """Of the whole model."""
+        return self._points[0]
 
 
 class _Done(BaseException):
@@ -94,9 +110,7 @@ class _Running:
             self.values.update({value: tensor for value, tensor in made.items() if value in self._kept})
         else:
             given = [self.values.get((index, number)) for number in range(call.outputs)]
-            result = stand_ins(point.outline(args, kwargs), given, self._stage.device, whole=not point.block)
-            if point.block and self._stage.streams is not None:
-                self._stage.streams.passed(point.name)
+            result = self._stage.points.pass_by(point, args, kwargs, given)
         if index == self._end:
             raise _Done
         return result

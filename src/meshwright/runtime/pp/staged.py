@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,10 @@ from meshwright.runtime.mesh import RankMesh
 from meshwright.runtime.shards import Shards
 from meshwright.runtime.turns import Turns
 from meshwright.runtime.units import Unit
-from meshwright.runtime.zero import Used, Zero
+from meshwright.runtime.zero import Zero
+
+if TYPE_CHECKING:
+    from meshwright.runtime.pp.apply import PipelineParallel
 
 __all__ = ["Shared", "StagedZero"]
 
@@ -39,26 +43,24 @@ class StagedZero(Zero):
 
     Args:
         parts: by the number of the stage.
-        shared: weights that other ranks hold too, in one order on all of them.
-        copies: weights that two stages of this rank hold: the name, and the second stage's parameter as it is stored.
+        pipeline: how the model is cut.
     """
 
     def __init__(
-        self,
-        parts: Mapping[int, Zero],
-        mesh: RankMesh,
-        cuts: Cuts,
-        used: Used,
-        traffic: Traffic,
-        *,
-        shared: Sequence[Shared],
-        copies: Sequence[tuple[str, Callable[[], nn.Parameter]]],
+        self, parts: Mapping[int, Zero], mesh: RankMesh, cuts: Cuts, pipeline: PipelineParallel, traffic: Traffic
     ) -> None:
         self.parts = dict(parts)
-        super().__init__([unit for part in self.parts.values() for unit in part.units], mesh, cuts, used)
-        self._shared, self._copies, self._traffic = list(shared), list(copies), traffic
+        units = [unit for part in self.parts.values() for unit in part.units]
+        super().__init__(units, mesh, cuts, pipeline.used)
+        self._pipeline, self._traffic = pipeline, traffic
+        #: Weights that other ranks hold too, in one order on all of them.
+        self._shared = pipeline.shared()
+        #: Weights that two stages of this rank hold: the second one's, as it is stored.
+        self._copies = pipeline.second_copies()
         nested = [unit for part in self.parts.values() if isinstance(part, Shards) for unit in part.nested]
         self._turns = Turns(nested, mesh.stage_group) if nested and mesh.dp > 1 else None
+        self.find_stored()
+        self.refresh_copies()
 
     @property
     def counts_norm(self) -> bool:
@@ -144,6 +146,18 @@ class StagedZero(Zero):
             part.find_stored()
         names = set(self.used.names)
         self.stored = {name: p for part in self.parts.values() for name, p in part.stored.items() if name in names}
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        return {name: self.stored.get(name, whole) for name, whole in self._pipeline.whole.items()}
+
+    def holder(self, name: str) -> int:
+        return self._pipeline.holder(name)
+
+    def holds(self, name: str) -> bool:
+        return self._pipeline.holds(name)
+
+    def first_names(self, model: nn.Module) -> dict[str, str]:
+        return self._pipeline.first_names
 
     def refresh_copies(self) -> None:
         """Give second copies on this rank the values of the first."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from meshwright.errors import ConfigError
 from meshwright.runtime._torch import TorchDispatchMode, storage_key
@@ -21,8 +20,8 @@ from meshwright.runtime.tensors import find_tensors
 
 __all__ = ["Call", "Flow", "Value", "try_forward"]
 
-#: An output of a point: the number of the call, and which of its tensors. A parameter that hangs outside of all points
-#: is (-1, its number).
+#: An output of a point: the number of the call, and which of its tensors. A parameter that code between points
+#: uses is (-1, the number of its place).
 Value = tuple[int, int]
 
 
@@ -51,7 +50,7 @@ class Flow:
     results: frozenset[Value]
 
 
-def try_forward(points: Points, batch: Any, device: torch.device, *, labels: bool) -> Flow:
+def try_forward(points: Points, batch: Any, *, labels: bool) -> Flow:
     """Go through a model's forward with a batch.
 
     Args:
@@ -61,17 +60,14 @@ def try_forward(points: Points, batch: Any, device: torch.device, *, labels: boo
     Raises:
         ConfigError: the forward fails when nothing is computed.
     """
-    seen = _Seen(device)
-    replaced = []
-    for index, (_, owner) in enumerate(points.loose):
-        parameter: nn.Parameter = owner.module._parameters[owner.name]  # type: ignore[assignment]  # it is registered
-        zeros = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-        seen.mark(zeros, frozenset({(-1, index)}))
-        replaced.append((owner, parameter))
-        del owner.module._parameters[owner.name]
-        owner.module.__dict__[owner.name] = zeros
+    seen = _Seen(points.device)
+    loose = {}
+    for index, (name, owner) in enumerate(points.places.items()):
+        like: torch.Tensor = getattr(owner.module, owner.name)
+        loose[name] = torch.zeros((), dtype=like.dtype, device=points.device).expand(like.shape)
+        seen.mark(loose[name], frozenset({(-1, index)}))
     try:
-        with torch.no_grad(), points.under(seen), seen.mode:
+        with torch.no_grad(), points.with_loose(loose), points.under(seen), seen.mode:
             outputs, _ = call_model(points.model, batch, labels=labels)
     except ConfigError:
         raise
@@ -83,10 +79,6 @@ def try_forward(points: Points, batch: Any, device: torch.device, *, labels: boo
             why="it was gone through with zeros in place of what its blocks return",
             fix="see that the batch is one that steps take, name other blocks (blocks=[...]), or use pp=1",
         ) from error
-    finally:
-        for owner, parameter in replaced:
-            owner.module.__dict__.pop(owner.name, None)
-            owner.module._parameters[owner.name] = parameter
     return Flow(tuple(seen.calls), seen.behind(outputs))
 
 
