@@ -108,17 +108,17 @@ def groups() -> dict[str, tuple[Case, ...]]:
     """Cases that together have every pair of levels, put together by their ranks."""
     found: dict[str, list[Case]] = {}
     for case in (as_case(row) for row in pairwise(FACTORS, allowed)):
-        found.setdefault(f"pp={case.pp} tp={case.tp} dp={case.dp}", []).append(case)
+        found.setdefault(f"pp{case.pp}-tp{case.tp}-dp{case.dp}", []).append(case)
     few = 4  # a test is short enough to be looked at alone
     return {
-        f"{name} {start // few}": tuple(cases[start : start + few])
+        f"{name}-{start // few}": tuple(cases[start : start + few])
         for name, cases in found.items()
         for start in range(0, len(cases), few)
     }
 
 
 def lattice() -> dict[str, tuple[Case, ...]]:
-    """Every layout with every schedule, ZeRO stage, gather, reduce and shard group, each with four combinations of the rest."""
+    """Every layout with every schedule, ZeRO stage, gather, reduce and shard group, with four combinations of the rest."""
     names = ("layout", "schedule", "zero", "gather", "reduce", "shard")
     rest = [dict(zip(TURNS, levels, strict=True)) for levels in product(*(WHOLE[name] for name in TURNS))]
     fixed = {"optimizer": "sgd", "dtype": "float64", "valid": "unequal", "source": "builder", "scope": "global"}

@@ -47,7 +47,7 @@ class Case:
 
     `source`: the Engine gets a `builder`, or a `module` with real values. `dtype` is that of stored parameters,
     `compute` the compute dtype where it differs. `rate` is the learning rate, the optimizer's usual one by default;
-    `halving`: a scheduler halves it after each step; `layers` counts blocks. `microbatch` counts sequences of 53 tokens;
+    `halving`: a scheduler halves it after each step; `layers` counts blocks, `microbatch` sequences of 53 tokens;
     `world` ranks, of which each `tp` in a row compute the same rows of the same of `pp` stages.
     """
 
