@@ -73,7 +73,7 @@ class PipelineParallel:
         self.own = [stage for stage, rank in enumerate(self.ranks) if rank == mesh.pp_rank]
         self.points = Points(model, blocks, device)
         batch = guess_batch(model) if example is None else split(example, 0, min(rows(example), strategy.microbatch))
-        flow = try_forward(self.points, to_device(batch, device), labels=labels)
+        flow = try_forward(self.points, to_device(batch, device), labels=labels, guessed=example is None)
         called = list(dict.fromkeys(call.point for call in flow.calls if call.block))
         if len(called) < self.count:
             raise ConfigError(
@@ -107,13 +107,13 @@ class PipelineParallel:
         self.copies: list[tuple[str, tuple[Owner, ...]]] = []
         self._blocks = list(blocks)
         self._loose_owners = self._find_loose(loose_places(flow, stages, self.count))
-        self._refuse_what_is_lost()
         first = self._routes[_kind(batch)]
         crosses = {value[0] for values in first.crossing for value in values}
         told = {flow.calls[index].point for index in crosses}
         self._told = {call.point: call.point in told for call in flow.calls}
         self._ends = {flow.calls[index].point for index, _ in flow.results if index >= 0}
         self._holders = self._find_holders()
+        self._refuse_what_is_lost()
 
     # ------------------------------------------------------------------------------------------------------- building
 
@@ -345,25 +345,23 @@ class PipelineParallel:
         }
 
     def _refuse_what_is_lost(self) -> None:
-        inside = {id(part) for point in self.points.points.values() for part in point.module.modules()}
-        unused = [
-            name
-            for name, owner in self.points.places.items()
-            if id(owner.module) not in inside and owner not in self._loose_owners
-        ]
-        if unused:
+        """Refuse parameters that no stage holds; a module that is not called may share all of its own."""
+        lost = [name for name, stages in self._holders.items() if not stages]
+        if not lost:
+            return
+        inside = {id(part): name for name, point in self.points.points.items() for part in point.module.modules()}
+        uncalled = dict.fromkeys(inside.get(id(self._places_of[name][0].module), "") for name in lost)
+        if "" in uncalled:
             raise ConfigError(
-                f"the example batch does not make the model use {', '.join(unused[:5])}",
+                f"the example batch does not make the model use {', '.join(lost[:5])}",
                 why="a parameter that is not used has no place among the stages",
                 fix="give an example batch that uses it (Engine(..., example=batch)), or use pp=1",
             )
-        uncalled = [name for name in self.points.points if name not in self.places]
-        if uncalled:
-            raise ConfigError(
-                f"the example batch does not make the model call {', '.join(uncalled[:5])}",
-                why="a module that is not called has no place among the stages",
-                fix="give an example batch that calls every module (Engine(..., example=batch)), or use pp=1",
-            )
+        raise ConfigError(
+            f"the example batch does not make the model call {', '.join(list(uncalled)[:5])}",
+            why="a module that is not called has no place among the stages",
+            fix="give an example batch that calls every module (Engine(..., example=batch)), or use pp=1",
+        )
 
     def _group(self, holders: tuple[int, ...]) -> dist.ProcessGroup | None:
         mesh = self._mesh

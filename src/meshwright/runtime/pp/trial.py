@@ -50,12 +50,13 @@ class Flow:
     results: frozenset[Value]
 
 
-def try_forward(points: Points, batch: Any, *, labels: bool) -> Flow:
+def try_forward(points: Points, batch: Any, *, labels: bool, guessed: bool = False) -> Flow:
     """Go through a model's forward with a batch.
 
     Args:
         batch: a few rows, as steps take them.
         labels: whether the model is called with labels, to compute its loss.
+        guessed: the batch is none of the user's.
 
     Raises:
         ConfigError: the forward fails when nothing is computed.
@@ -77,7 +78,9 @@ def try_forward(points: Points, batch: Any, *, labels: bool) -> Flow:
             f"the forward of a {type(points.model).__name__} cannot be cut into stages: {type(error).__name__}"
             f"{at}: {error}",
             why="it was gone through with zeros in place of what its blocks return",
-            fix="see that the batch is one that steps take, name other blocks (blocks=[...]), or use pp=1",
+            fix="give an example of the batches that steps take: Engine(..., example=batch)"
+            if guessed
+            else "see that the batch is one that steps take, name other blocks (blocks=[...]), or use pp=1",
         ) from error
     return Flow(tuple(seen.calls), seen.behind(outputs))
 
