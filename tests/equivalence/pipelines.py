@@ -118,7 +118,7 @@ def groups() -> dict[str, tuple[Case, ...]]:
 
 
 def lattice() -> dict[str, tuple[Case, ...]]:
-    """Every layout with every schedule, ZeRO stage, gather, reduce and shard group, with four combinations of the rest."""
+    """Every layout, schedule, ZeRO stage, gather, reduce and shard group, with four combinations of the rest."""
     names = ("layout", "schedule", "zero", "gather", "reduce", "shard")
     rest = [dict(zip(TURNS, levels, strict=True)) for levels in product(*(WHOLE[name] for name in TURNS))]
     fixed = {"optimizer": "sgd", "dtype": "float64", "valid": "unequal", "source": "builder", "scope": "global"}
