@@ -185,20 +185,103 @@ FOLDED = [
     Strategy(pp=2, schedule="zb-v", microbatch=2),
     Strategy(pp=2, schedule="interleaved-1f1b", virtual_stages=2, microbatch=2),
 ]
-LAID = [Laid(name, kind[i % len(kind)]) for kind in (WHOLE, SHARDED, FOLDED) for i, name in enumerate(MODELS)]
+#: Strategies, each with the models it cuts in turn.
+LAID: dict[Strategy, list[str]] = {
+    kind[number]: [name for index, name in enumerate(MODELS) if index % len(kind) == number]
+    for kind in (WHOLE, SHARDED, FOLDED)
+    for number in range(len(kind))
+}
 
 
-@pytest.mark.parametrize("laid", LAID, ids=str)
-def test_models_of_any_structure(laid: Laid) -> None:
-    wanted = run_one(run, Laid(laid.name, Strategy(microbatch=laid.strategy.microbatch)))
-    found = run_ranks(laid.strategy.world_size, run, laid)
-    for joined in join(found):
-        assert [step.report for step in joined.steps] == [step.report for step in found[0].steps]
-        beyond = compare(joined, wanted, dtype="float64", optimizer="sgd", learning_rate=RATE)
-        assert not beyond, show(beyond)
+def run_all(laid: list[Laid]) -> list[Run]:
+    runs = []
+    for one in laid:
+        try:
+            runs.append(run(one))
+        except Exception as error:
+            error.add_note(f"in {one}")
+            raise
+    return runs
 
 
-def refusal(build: Callable[[], Engine]) -> str:
+@pytest.mark.parametrize("strategy", LAID, ids=str)
+def test_models_of_any_structure(strategy: Strategy) -> None:
+    laid = [Laid(name, strategy) for name in LAID[strategy]]
+    alone = [Laid(name, Strategy(microbatch=strategy.microbatch)) for name in LAID[strategy]]
+    wanted = run_one(run_all, alone)
+    by_rank = run_ranks(strategy.world_size, run_all, laid, timeout_s=120)
+    for one, right, ranks in zip(laid, wanted, zip(*by_rank, strict=True), strict=True):
+        for joined in join(ranks):
+            assert [step.report for step in joined.steps] == [step.report for step in ranks[0].steps], one
+            beyond = compare(joined, right, dtype="float64", optimizer="sgd", learning_rate=RATE)
+            assert not beyond, f"{one}\n{show(beyond)}"
+
+
+class Hidden(nn.Module):
+    """Blocks that hand on a plain object, whose tensors nobody can see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([structures.Block("opaque"), structures.Block("tensor")])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = inputs
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Unused(Skips):
+    """A module that no forward calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgotten = nn.Linear(WIDTH, WIDTH)
+
+
+class Loop(Skips):
+    """Its values decide how often its last layer runs."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = first = self.enter(inputs)
+        for layer in self.layers:
+            x = layer(x, other=first)
+        while bool((x.abs() < 1).any()):
+            x = self.layers[5](x * 2 + 1, other=first)
+        logits: Tensor = self.leave(x)
+        return logits
+
+
+class Wrapped(Skips):
+    """What it returns hides what an early block has made."""
+
+    def forward(self, inputs: Tensor) -> Any:
+        first = self.enter(inputs)
+        return structures.Carried(super().forward(inputs), (structures.Opaque(first),))  # type: ignore[arg-type]
+
+
+PAIR = Strategy(pp=2, schedule="1f1b", microbatch=2)
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Strategy, str]] = {
+    "a plain object": (Hidden, PAIR, "blocks.0 returns tensors inside a Opaque"),
+    "a plain object at the end": (Wrapped, PAIR, "the model returns tensors inside a Opaque"),
+    "a module that nothing calls": (Unused, PAIR, "does not make the model call forgotten"),
+    "numbers that decide": (Loop, PAIR, "looks at numbers of what layers.5 returns, before it calls layers.5"),
+    "too many stages": (Skips, Strategy(pp=2, schedule="looped-bfs", virtual_stages=4), "8 stages for a model of 6"),
+    "stages of too few blocks": (Skips, Strategy(pp=2, schedule="1f1b", stages=(2, 3)), "stages of 2, 3 blocks"),
+}
+
+
+def refusal(name: str) -> str:
+    """What an engine says before its first step."""
+    model, strategy, _ = REFUSED[name]
+    example = CASES["tensor"].rows(2, seed=1)
     with pytest.raises(ConfigError) as refused:
-        build()
+        Engine(model().double(), loss, lambda p: torch.optim.SGD(p, lr=RATE), JOB, strategy, example=example)
+    assert refused.value.fix
     return str(refused.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_refused_before_the_first_step(name: str) -> None:
+    for text in run_ranks(2, refusal, name):
+        assert REFUSED[name][2] in text
