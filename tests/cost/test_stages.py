@@ -9,9 +9,19 @@ import pytest
 
 from meshwright.cost import StepMemory, cut, estimate
 from meshwright.cost.occasions import occasions
-from meshwright.spec import even_layers
 from meshwright.errors import ConfigError
-from meshwright.spec import BlockSpec, Cluster, DecoderShape, Device, Job, NodeGroup, Offload, Strategy, describe
+from meshwright.spec import (
+    BlockSpec,
+    Cluster,
+    DecoderShape,
+    Device,
+    Job,
+    NodeGroup,
+    Offload,
+    Strategy,
+    describe,
+    even_layers,
+)
 from tests.cost.flat import flat_model
 
 GIB = 2**30

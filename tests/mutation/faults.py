@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.runtime import batch_norm, init, microbatches, recompute
 from meshwright.runtime import engine as engine_module
+from meshwright.runtime import step as step_module
 from meshwright.runtime.batch import rows
 from meshwright.runtime.collectives import CountedAllGather, CountedReduceScatter
 from meshwright.runtime.engine import Engine
@@ -78,7 +79,7 @@ def local_weight() -> None:
 
         return agree
 
-    replace(Engine, "_agree", make)
+    replace(step_module, "_agree", make)
 
 
 @fault
@@ -140,7 +141,7 @@ def divided_by_ranks_again() -> None:
 @fault
 def clipped_twice() -> None:
     """Gradients are multiplied by the clip factor twice."""
-    replace(engine_module, "clip_factor", lambda original: lambda *args: original(*args) ** 2)
+    replace(step_module, "clip_factor", lambda original: lambda *args: original(*args) ** 2)
 
 
 @fault
@@ -148,11 +149,11 @@ def clipped_per_microbatch() -> None:
     """Each microbatch's gradients are clipped before they are added."""
 
     def make(original: Any) -> Any:
-        def backward(self: Any, microbatch: int, **kwargs: Any) -> None:
+        def backward(self: Any, stage: int, microbatch: int, **kwargs: Any) -> None:
             parameters = [p for group in self._engine.optimizer.param_groups for p in group["params"]]
             before = [None if p.grad is None else p.grad.clone() for p in parameters]
             weight = float(self.weight)
-            original(self, microbatch, **kwargs)
+            original(self, stage, microbatch, **kwargs)
             added = [p.grad if b is None else p.grad - b for p, b in zip(parameters, before, strict=True)]
             local = [a.to_local() if isinstance(a, DTensor) else a for a in added]
             squares = torch.stack([(part**2).sum() for part in local]).sum()
@@ -173,11 +174,11 @@ def norm_of_local_shard() -> None:
     def make(original: Any) -> Any:
         def agree(self: Engine, run: Any) -> Any:
             loss, weight, _ = original(self, run)
-            return loss, weight, float(engine_module.sum_of_squares(self._zero.gradients())) ** 0.5 / weight
+            return loss, weight, float(step_module.sum_of_squares(self._zero.gradients())) ** 0.5 / weight
 
         return agree
 
-    replace(Engine, "_agree", make)
+    replace(step_module, "_agree", make)
 
 
 @fault
@@ -209,10 +210,10 @@ def only_the_last_microbatch() -> None:
     """Gradients of earlier microbatches are lost."""
 
     def make(original: Any) -> Any:
-        def backward(self: Any, microbatch: int, *, last: bool, **kwargs: Any) -> None:
+        def backward(self: Any, stage: int, microbatch: int, *, last: bool, **kwargs: Any) -> None:
             if not last:
                 self._pending[microbatch] = self._pending[microbatch] * 0.0
-            original(self, microbatch, last=last, **kwargs)
+            original(self, stage, microbatch, last=last, **kwargs)
 
         return backward
 
@@ -245,7 +246,7 @@ def scheduler_steps_for_every_rank() -> None:
 
         return update
 
-    replace(Engine, "_update", make)
+    replace(step_module, "_update", make)
 
 
 @fault
@@ -335,7 +336,7 @@ def own_use_alone() -> None:
     def make(original: Any) -> Any:
         return lambda self, used: original(self, self._zero.used.flags.clone())
 
-    replace(Engine, "_drop_unused", make)
+    replace(step_module, "_drop_unused", make)
 
 
 @fault
@@ -365,7 +366,7 @@ def overflow_stays_local() -> None:
 
         return agree
 
-    replace(Engine, "_agree", make)
+    replace(step_module, "_agree", make)
 
 
 @fault

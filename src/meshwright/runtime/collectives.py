@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ class Traffic:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.buffer_moment: Callable[[], None] | None = None
+        #: Told of each collective of ZeRO's when it began and when its call returned (`time.perf_counter`).
+        self.watch: Callable[[str, float, float], None] | None = None
         #: Buffers of the reduce-scatter that is being made.
         self.reduce_buffers: list[torch.Tensor] = []
         #: Storages of gathers that are not yet copied out (units gathered ahead), for as long as they live.
@@ -31,6 +35,15 @@ class Traffic:
     def count(self, kind: str) -> None:
         """One more collective of a kind."""
         self.counts[kind] += 1
+
+    @contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Count a collective that is called inside, and tell who watches."""
+        self.count(kind)
+        start_s = time.perf_counter()
+        yield
+        if self.watch is not None:
+            self.watch(kind, start_s, time.perf_counter())
 
     def take(self) -> dict[str, int]:
         """The counts since the last call."""
@@ -54,8 +67,8 @@ class CountedAllGather(AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather the shards of a unit from its shard group."""
-        self._traffic.count("all_gather")
-        work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        with self._traffic.timed("all_gather"):
+            work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         return work
 
 
@@ -80,12 +93,12 @@ class CountedReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Sum a unit's gradients over its shard group; each rank keeps its share."""
-        self._traffic.count("reduce_scatter")
         if self._traffic.buffer_moment is not None:
             self._traffic.buffer_moment()
-        work: dist.Work | None = dist.reduce_scatter_single(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
+        with self._traffic.timed("reduce_scatter"):
+            work: dist.Work | None = dist.reduce_scatter_single(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
         if work is None and input_tensor.device.type == "cpu":
             input_tensor.untyped_storage().resize_(0)
         self._traffic.reduce_buffers.clear()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -22,21 +19,18 @@ from meshwright.runtime.build import build
 from meshwright.runtime.evaluation import evaluate_engine
 from meshwright.runtime.export import export_model, read_tensor
 from meshwright.runtime.factories import make_optimizer, make_scheduler
-from meshwright.runtime.gradients import clip_factor, scale, sum_of_squares
 from meshwright.runtime.loss import LossFunction
 from meshwright.runtime.loss_scale import LossScale
-from meshwright.runtime.memory import MemoryMeter, bytes_of, state_storages
-from meshwright.runtime.microbatches import Microbatches
+from meshwright.runtime.memory import bytes_of, state_storages
 from meshwright.runtime.model_loss import ModelLoss, bind_loss
-from meshwright.runtime.player import play
-from meshwright.runtime.pp import PipelineRun
-from meshwright.runtime.ranks import global_rank, host_group, join_ranks, local_device, world_size
+from meshwright.runtime.ranks import global_rank, host_group, join_ranks, local_device
 from meshwright.runtime.report import StepReport
 from meshwright.runtime.resume import load_engine, save_engine
 from meshwright.runtime.same_batch import SameBatch
-from meshwright.runtime.seeds import preserved_random_state
-from meshwright.runtime.uneven import require_no_failure, share_of, together, wrong_rows
-from meshwright.schedule import Schedule, make_schedule, single_stage
+from meshwright.runtime.step import take_step
+from meshwright.runtime.trace import Tracer
+from meshwright.runtime.uneven import share_of, together, wrong_rows
+from meshwright.schedule import Schedule, Timeline, make_schedule, single_stage
 from meshwright.spec import Job, Strategy, require_executable
 
 __all__ = ["Engine"]
@@ -134,6 +128,8 @@ class Engine:
         #: Called once a step with the reduced gradients (`parameter.grad` by global name), before they are clipped.
         self.on_gradients: Callable[[dict[str, torch.Tensor | None]], None] | None = None
         self._broken = False
+        self._tracer: Tracer | None = None
+        self._schedule_ended_s = 0.0
         self._measure = measure_memory
         self._measured_steps = 0
         self._peak_bytes: dict[str, int] = {}
@@ -151,7 +147,20 @@ class Engine:
             ConfigError: the batch has another number of sequences, or the loss breaks its contract.
         """
         mine = self._my_rows(self._shared.of(batch))
-        return self._step(mine, rows(mine))
+        return take_step(self, mine, rows(mine))
+
+    def trace(self, batch: Any) -> tuple[StepReport, Timeline]:
+        """As `step`, and when each rank of this one's pipeline did what; all ranks call it.
+
+        On an accelerator every action is waited for, so such a step is slower than others.
+        """
+        self._tracer = tracer = Tracer(self._mesh)
+        self._traffic.watch = tracer.collective
+        try:
+            report = self.step(batch)
+        finally:
+            self._tracer, self._traffic.watch = None, None
+        return report, tracer.finish(self._schedule_ended_s)
 
     def steps(self, batches: Iterable[Any]) -> Iterator[StepReport]:
         """A step for each batch, until every rank has run out; the last ones may be shorter than the others.
@@ -171,60 +180,7 @@ class Engine:
                 raise wrong_rows(count, f"at most {most}", self.job, self.strategy, self.batch_scope)
             if whole and count:
                 batch, count = share_of(batch, share, self._mesh.dp_rank)
-            yield self._step(to_device(batch, self.device), count)
-
-    def _step(self, mine: Any, count: int) -> StepReport:
-        """The step with this rank's rows, of which the first `count` count."""
-        begin = time.perf_counter()
-        self._require_whole()
-        if self._inside:
-            raise ConfigError(
-                "a step inside of engine.inference()",
-                why="there the model is in evaluation mode, without gradients",
-                fix="leave the context first",
-            )
-        run = Microbatches(self, mine, count) if self._pipeline is None else PipelineRun(self, mine, count)
-        measured = self._measure == "every" or (self._measure == "first" and self._measured_steps < 2)
-        meter = MemoryMeter(self.model, self.optimizer, self._zero) if measured else None
-        if measured and self.device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self.device)
-        self._broken = True  # until the step is done: one that raises leaves half of its gradients behind
-        try:
-            with preserved_random_state(self.device), meter or nullcontext():
-                self._zero.begin_step()
-                run.meter = meter
-                play(self.schedule, self._mesh.pp_rank, run)
-                run.finish()
-                self._zero.finish_reduces()
-                if self._tp is not None:
-                    run.refused = run.refused or self._tp.sum_shares(self._zero)
-            loss, weight, norm = self._agree(run)
-            skipped = not (weight > 0 and math.isfinite(norm))
-            scale_used = self._scale.factor
-            factor = 1.0 if skipped else self._update(weight, norm)
-        finally:
-            self._dropout.stop()
-            self._zero.end_step()
-        self._broken = False
-        self._note_measurement(meter)
-        if weight > 0:
-            self._scale.update(finite=not skipped)
-        self.steps_done += 1
-        self.skipped_steps += skipped
-        self.samples_seen += run.samples
-        return StepReport(
-            step=self.steps_done,
-            loss=loss,
-            weight=weight,
-            grad_norm=norm,
-            clipped_norm=norm * factor,
-            skipped=skipped,
-            loss_scale=scale_used,
-            tokens=run.tokens,
-            step_s=time.perf_counter() - begin,
-            peak_bytes=dict(self._peak_bytes),
-            collectives=self._traffic.take(),
-        )
+            yield take_step(self, to_device(batch, self.device), count)
 
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The loss over batches without training: all sums over the global weight.
@@ -329,9 +285,10 @@ class Engine:
         return whole.to(getattr(torch, self.job.compute_dtype)) if whole.is_floating_point() else whole
 
     def _trained(self) -> list[nn.Parameter]:
-        """What the optimizer is built over, in the model's order."""
+        """What the optimizer is built over, in the model's order; a rank whose stages are frozen has an empty one."""
         own = {id(parameter) for parameter in self._zero.stored.values()}
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad and id(parameter) in own]
+        found = [parameter for parameter in self.model.parameters() if parameter.requires_grad and id(parameter) in own]
+        return found or [nn.Parameter(torch.zeros(0, device=self.device))]
 
     def _make_schedule(self) -> Schedule:
         strategy = self.strategy
@@ -365,53 +322,9 @@ class Engine:
             batch = split(batch, self._mesh.dp_rank * share, (self._mesh.dp_rank + 1) * share)
         return to_device(batch, self.device)
 
-    def _agree(self, run: Microbatches) -> tuple[float, float, float]:
-        """The step's loss, global weight and gradient norm over all ranks, by one small all-reduce."""
-        used = self._zero.used.flags
-        values = torch.zeros(6 + len(used), dtype=torch.float64, device=self.device)
-        if self._mesh.leads:
-            values[0], values[1], values[3], values[4] = run.loss, run.weight, run.tokens, run.samples
-        if self._zero.counts_norm:
-            values[2] = sum_of_squares(self._zero.counted())
-        values[5], values[6:] = float(run.refused is not None), used
-        if world_size() > 1:
-            self._traffic.count("statistics")
-            dist.all_reduce(values)
-        require_no_failure(run.refused, int(values[5]), "the first step")
-        self._drop_unused(values[6:])
-        loss, weight, squares, tokens, samples = values[:5].tolist()
-        run.tokens, run.samples = round(tokens), round(samples)
-        if weight <= 0:
-            return float("nan"), weight, float("nan")
-        return loss / weight, weight, squares**0.5 / weight / self._scale.factor
-
-    def _update(self, weight: float, norm: float) -> float:
-        """Divide by the global weight, clip once, step the optimizer; the clip factor."""
-        gradients = self._zero.gradients()
-        scale(gradients.values(), 1.0 / weight / self._scale.factor)
-        if self.on_gradients is not None:
-            self.on_gradients({name: parameter.grad for name, parameter in self.named_parameters().items()})
-        factor = clip_factor(norm, self.job.clip_norm)
-        scale(gradients.values(), factor)
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        return factor
-
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's stored parameters by global name (tied ones once): DTensors where they are sharded."""
         return dict(self._zero.stored)
-
-    def _drop_unused(self, used: torch.Tensor) -> None:
-        unused = self._zero.drop_unused(used.cpu())
-        if unused and unused != self.unused_parameters and global_rank() == 0:
-            _LOG.warning(
-                "step %d: %d parameters took no part on any rank and keep no gradient: %s",
-                self.steps_done + 1,
-                len(unused),
-                ", ".join(unused[:8]),
-            )
-        self.unused_parameters = unused
 
     def _require_whole(self) -> None:
         if self._broken:
@@ -420,14 +333,6 @@ class Engine:
                 why="it left gradients or parameters half done, on this rank or on others",
                 fix="build a new Engine on all ranks and load the last checkpoint",
             )
-
-    def _note_measurement(self, meter: MemoryMeter | None) -> None:
-        if meter is None:
-            return
-        self._measured_steps += 1
-        self._peak_bytes, self.category_peaks = dict(meter.peak), dict(meter.largest)
-        if self.device.type != "cpu":
-            self._peak_bytes["allocator"] = torch.accelerator.max_memory_allocated(self.device)
 
 
 def _require(name: str, value: str, choices: Sequence[str]) -> None:

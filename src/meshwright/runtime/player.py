@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from meshwright.schedule import COMPUTE, Action, Schedule
+from meshwright.runtime.trace import Tracer
+from meshwright.schedule import Action, Schedule
 
 __all__ = ["Playable", "play"]
 
@@ -33,8 +34,8 @@ class Playable(Protocol):
         """Receive one."""
 
 
-def play(schedule: Schedule, rank: int, playable: Playable) -> None:
-    """Play a rank's actions.
+def play(schedule: Schedule, rank: int, playable: Playable, tracer: Tracer | None = None) -> None:
+    """Play a rank's actions; the tracer is told when each begins and ends.
 
     Gathers happen where the schedule has them: at the first use of each unit that is not gathered. What follows a
     compute action (reduces, releases) is handed to it, so that each unit is reduced and released as soon as it is done.
@@ -42,21 +43,28 @@ def play(schedule: Schedule, rank: int, playable: Playable) -> None:
     actions = schedule.ranks[rank]
     last = {action.stage: index for index, action in enumerate(actions) if action.kind in _MAKES_GRADIENTS}
     for index, action in enumerate(actions):
-        kind, stage, microbatch = action.kind, action.stage, action.microbatch
-        if kind == "send":
-            playable.send(action)
-        elif kind == "receive":
-            playable.receive(action)
-        elif kind in COMPUTE:
-            after = _after(actions, index)
-            reduce, release = "reduce" in after, "release" in after
-            if kind == "forward":
-                playable.forward(stage, microbatch, release=release)
-            elif kind == "backward-input":
-                playable.backward_input(stage, microbatch, release=release)
-            else:
-                run = playable.backward if kind == "backward" else playable.backward_weight
-                run(stage, microbatch, reduce=reduce, release=release, last=index == last[stage])
+        if action.kind in ("gather", "reduce", "release"):
+            continue
+        if tracer is not None:
+            tracer.begin()
+        _do(action, _after(actions, index), playable, last=index == last.get(action.stage))
+        if tracer is not None:
+            tracer.end(action)
+
+
+def _do(action: Action, after: set[str], playable: Playable, *, last: bool) -> None:
+    stage, microbatch, reduce, release = action.stage, action.microbatch, "reduce" in after, "release" in after
+    if action.kind == "send":
+        playable.send(action)
+    elif action.kind == "receive":
+        playable.receive(action)
+    elif action.kind == "forward":
+        playable.forward(stage, microbatch, release=release)
+    elif action.kind == "backward-input":
+        playable.backward_input(stage, microbatch, release=release)
+    else:
+        run = playable.backward if action.kind == "backward" else playable.backward_weight
+        run(stage, microbatch, reduce=reduce, release=release, last=last)
 
 
 def _after(actions: tuple[Action, ...], index: int) -> set[str]:

@@ -58,9 +58,9 @@ class Bucket:
 
     def launch(self, traffic: Traffic, reduce_dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
         """Start the all-reduce over the data-parallel ranks."""
-        traffic.count("all_reduce")
-        self.wire = self.flat.to(reduce_dtype)  # itself, where that is how it is stored
-        self.work = dist.all_reduce(self.wire, group=group, async_op=True)
+        with traffic.timed("all_reduce"):
+            self.wire = self.flat.to(reduce_dtype)  # itself, where that is how it is stored
+            self.work = dist.all_reduce(self.wire, group=group, async_op=True)
 
     def finish(self) -> None:
         """Wait for the all-reduce, if it was started."""

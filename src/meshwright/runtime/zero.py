@@ -121,10 +121,10 @@ class Zero(ABC):
 
     def drop_unused(self, used: torch.Tensor) -> list[str]:
         """Take the gradient away from parameters that no rank used (0 in `used`); their names."""
-        unused = []
+        unused, parameters = [], self.everything()
         for flag, name in zip(used.tolist(), self.used.names, strict=True):
-            parameter = self.stored.get(name)
-            if not flag and parameter is not None and parameter.requires_grad:
+            parameter = parameters[name]
+            if not flag and parameter.requires_grad:
                 parameter.grad = None
                 unused.append(name)
         return unused

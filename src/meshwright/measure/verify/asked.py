@@ -17,16 +17,16 @@ __all__ = ["ACCUMULATION", "CLIP_NORM", "MOST_RANKS", "ask_model", "job_of", "re
 
 #: Ranks that are started at most: they share this machine's cores.
 MOST_RANKS = 8
-#: Microbatches of a rank in each step.
+#: Microbatches of a rank in each step, for each of its pipeline's ranks.
 ACCUMULATION = 2
 #: So low that gradients of usual models are clipped.
 CLIP_NORM = 0.1
 
 
 def job_of(strategy: Strategy, sequence: int) -> Job:
-    """The job that the strategy is verified with: two microbatches on every rank, all in float64, clipped."""
+    """The job that the strategy is verified with: some microbatches on every rank, all in float64, clipped."""
     return Job(
-        global_batch=strategy.dp * strategy.microbatch * ACCUMULATION,
+        global_batch=strategy.dp * strategy.microbatch * ACCUMULATION * strategy.pp,
         sequence=sequence,
         param_dtype="float64",
         compute_dtype="float64",
@@ -57,6 +57,8 @@ def require_possible(strategy: Strategy, sequence: int) -> None:
 
 
 def _smaller(strategy: Strategy) -> str:
+    if strategy.pp > 1:
+        return "dp, tp or pp, for example dp=2 tp=2 pp=2"
     if strategy.tp == 1:
         return f"dp, for example dp={min(MOST_RANKS, 4)}"
     tp = strategy.tp if strategy.tp < MOST_RANKS else 2

@@ -65,8 +65,8 @@ class _Lead:
         return found
 
     def _one(self, index: int, asked: dict[str, Any], strategy: Strategy) -> Verified:
-        depth = depth_for(strategy.unit_blocks, strategy.recompute_blocks)
-        key = (index, depth, strategy.microbatch, strategy.dp, strategy.tp)
+        depth = depth_for(strategy.unit_blocks, strategy.recompute_blocks, strategy.pp * strategy.virtual_stages)
+        key = (index, depth, strategy.microbatch, strategy.dp, strategy.tp, strategy.pp)
         named = self._folder / "-".join(map(str, key))
         place = named.with_suffix(".values")
         prepared = Prepared(asked, strategy, depth, self._sequence, place, self._sharding)

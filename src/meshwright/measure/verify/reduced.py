@@ -76,9 +76,9 @@ class Reduced:
             self.changes.append(f"{key} {before} -> {after}")
 
 
-def depth_for(unit_blocks: int, recompute_blocks: int) -> int:
-    """Blocks that a strategy needs, so that it has several units, and blocks with and without recompute."""
-    return max(3, 2 * unit_blocks + 1, recompute_blocks + 1)
+def depth_for(unit_blocks: int, recompute_blocks: int, stages: int = 1) -> int:
+    """Blocks that a strategy needs: for several units, blocks with and without recompute, and stages that differ."""
+    return max(3, 2 * unit_blocks + 1, recompute_blocks + 1, stages + 1)
 
 
 def reduce_config(

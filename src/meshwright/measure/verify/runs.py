@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,8 @@ def _by_engine(
     prepared: Prepared, strategy: Strategy, optimizer: str, sharding: Mapping[str, str] | None = None
 ) -> Run:
     subject, batches = prepared.subject()
+    if strategy.stages and sum(strategy.stages) != len(find_blocks(subject.model)):
+        strategy = replace(strategy, stages=())  # those of the whole model, and this one is smaller
     engine = Engine(
         subject.model,
         subject.loss,
@@ -157,6 +159,7 @@ def _by_engine(
         strategy,
         device="cpu",
         sharding=sharding,
+        example=batches[0],
         measure_memory="never",
     )
     return record(engine, batches, float64=True)

@@ -16,11 +16,12 @@ from meshwright.runtime._torch import group_timeout
 from meshwright.runtime.absent import leave_out
 from meshwright.runtime.batch import rows, split, to_device
 from meshwright.runtime.mesh import RankMesh
+from meshwright.runtime.pp.assignment import Assignment
 from meshwright.runtime.pp.example import guess_batch
 from meshwright.runtime.pp.inference import Together
 from meshwright.runtime.pp.messages import Form
 from meshwright.runtime.pp.points import Point, Points
-from meshwright.runtime.pp.route import Route, assign, loose_places, route, same_places
+from meshwright.runtime.pp.route import Route, assign, route, same_places
 from meshwright.runtime.pp.stage import Loose, Stage
 from meshwright.runtime.pp.staged import Shared, StagedZero
 from meshwright.runtime.pp.trial import try_forward
@@ -28,7 +29,7 @@ from meshwright.runtime.replicas import Replicas
 from meshwright.runtime.seeds import DropoutStreams
 from meshwright.runtime.tensors import find_tensors, map_values
 from meshwright.runtime.tp.communicate import Wire
-from meshwright.runtime.units import Blocks, Owner, Unit, make_units, owners
+from meshwright.runtime.units import Blocks, Owner, Unit, make_units
 from meshwright.runtime.zero import Used, Zero
 from meshwright.schedule import stage_ranks
 from meshwright.spec import Strategy, even_layers
@@ -83,37 +84,20 @@ class PipelineParallel:
             )
         sizes = strategy.stages or even_layers(len(called), self.count)
         stages = assign(flow, sizes)
-        #: By point the stage of each of its calls.
-        self.places: dict[str, tuple[int, ...]] = {}
-        for call, stage in zip(flow.calls, stages, strict=True):
-            self.places[call.point] = (*self.places.get(call.point, ()), stage)
-        self._routes: dict[Any, Route] = {_kind(batch): route(flow, stages, self.count)}
+        self.assignment = Assignment(self.points, flow, stages, self.ranks)
+        first = route(flow, stages, self.count)
+        self._routes: dict[Any, Route] = {_kind(batch): first}
         self._forms: dict[tuple[int, Any], list[Form]] = {}
         #: Blocks that recompute.
         self.recomputed: set[nn.Module] = set()
-        self._places_of = owners(model)
-        #: Every parameter of the model by its global name, in one order on all ranks.
-        self.names = list(self._places_of)
-        #: The same without values, in whole shapes.
-        self.whole = {name: _whole(where[0]) for name, where in self._places_of.items()}
-        prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
-        #: Every name of every parameter, to its first one.
-        self.first_names = {
-            prefixes[id(place.module)] + place.name: name for name, where in self._places_of.items() for place in where
-        }
-        #: Which of them take part in a step.
-        self.used = Used(self.names)
+        #: Which parameters take part in a step.
+        self.used = Used(list(self.assignment.whole))
         self.stages: dict[int, Stage] = {}
         self.copies: list[tuple[str, tuple[Owner, ...]]] = []
         self._blocks = list(blocks)
-        self._loose_owners = self._find_loose(loose_places(flow, stages, self.count))
-        first = self._routes[_kind(batch)]
-        crosses = {value[0] for values in first.crossing for value in values}
-        told = {flow.calls[index].point for index in crosses}
+        told = {flow.calls[value[0]].point for values in first.crossing for value in values}
         self._told = {call.point: call.point in told for call in flow.calls}
         self._ends = {flow.calls[index].point for index, _ in flow.results if index >= 0}
-        self._holders = self._find_holders()
-        self._refuse_what_is_lost()
 
     # ------------------------------------------------------------------------------------------------------- building
 
@@ -124,14 +108,16 @@ class PipelineParallel:
             sharded: ZeRO shards parameters: one that two stages of this rank use needs a copy then.
         """
         own = set(self.own)
-        modules = {stage: [self.points.points[name].module for name in self._points_of(stage)] for stage in own}
+        modules = {
+            stage: [self.points.points[name].module for name in self.assignment.points_of(stage)] for stage in own
+        }
         loose = {stage: self._take_loose(stage) for stage in self.own}
         inside = {
             stage: {id(part) for module in (*found, *loose[stage].values()) for part in module.modules()}
             for stage, found in modules.items()
         }
-        for name, places in self._places_of.items():
-            held = [stage for stage in self._holders[name] if stage in own]
+        for name, places in self.assignment.parameters.items():
+            held = [stage for stage in self.assignment.holders[name] if stage in own]
             if not held:
                 for place in places:
                     leave_out(place, self.device)
@@ -160,10 +146,10 @@ class PipelineParallel:
         module = self.stages[stage]
         inside = {id(part) for part in module.modules()}
         listed = [(name, block) for name, block in self._blocks if id(block) in inside]
-        names = {id(getattr(w[0].module, w[0].name)): name for name, w in self._places_of.items()}
+        names = {id(getattr(w[0].module, w[0].name)): name for name, w in self.assignment.parameters.items()}
         copied = {id(getattr(where[0].module, where[0].name)): name for name, where in self.copies}
         elsewhere = {place for _, where in self.copies for place in where}
-        taken = {name for earlier in self.own if earlier < stage for name in self._names_of(earlier)}
+        taken = {name for earlier in self.own if earlier < stage for name in self.assignment.names_of(earlier)}
         found = []
         for unit in make_units(module, unit_blocks=unit_blocks, blocks=listed):
             parameters: dict[str, tuple[Owner, ...]] = {}
@@ -172,7 +158,9 @@ class PipelineParallel:
                 if key in copied:
                     parameters[_copy_name(copied[key], stage)] = where
                 elif names[key] not in taken:
-                    rest = (place for place in self._places_of[names[key]] if place not in (*where, *elsewhere))
+                    rest = (
+                        place for place in self.assignment.parameters[names[key]] if place not in (*where, *elsewhere)
+                    )
                     parameters[names[key]] = (*where, *rest)
             if parameters:
                 name = f"stage {stage}" if unit.modules == (module,) else unit.name
@@ -182,17 +170,19 @@ class PipelineParallel:
     def borrowed(self, stage: int) -> list[Owner]:
         """Where the parameters hang that a stage uses and an earlier stage of this rank has in its units."""
         inside = {id(part) for part in self.stages[stage].modules()}
-        own = {name for earlier in self.own if earlier < stage for name in self._names_of(earlier)}
+        own = {name for earlier in self.own if earlier < stage for name in self.assignment.names_of(earlier)}
         copied = {name for name, _ in self.copies}
-        names = [name for name in self._names_of(stage) if name in own and name not in copied]
-        return [next(place for place in self._places_of[name] if id(place.module) in inside) for name in names]
+        names = [name for name in self.assignment.names_of(stage) if name in own and name not in copied]
+        return [
+            next(place for place in self.assignment.parameters[name] if id(place.module) in inside) for name in names
+        ]
 
     def shared(self) -> list[Shared]:
         """Weights that stages on several ranks hold, in one order; all ranks call it, to make the groups."""
         found = []
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        for name in self.names:
-            holders = tuple(dict.fromkeys(sorted(self.ranks[stage] for stage in self._holders[name])))
+        for name in self.assignment.whole:
+            holders = tuple(dict.fromkeys(sorted(self.ranks[stage] for stage in self.assignment.holders[name])))
             if len(holders) < 2:
                 continue
             if holders not in groups:
@@ -225,7 +215,9 @@ class PipelineParallel:
 
     def mark_late(self, parts: Mapping[int, Zero]) -> None:
         """Tell ways to hold parameters which of them several stages of this rank use."""
-        often = [name for name, stages in self._holders.items() if sum(stage in self.own for stage in stages) > 1]
+        often = [
+            name for name, stages in self.assignment.holders.items() if sum(stage in self.own for stage in stages) > 1
+        ]
         for part in parts.values():
             if isinstance(part, Replicas):
                 part.late.update(often)
@@ -233,19 +225,6 @@ class PipelineParallel:
     def second_copies(self) -> list[tuple[str, Callable[[], nn.Parameter]]]:
         """Weights that a later stage of this rank has a copy of, and where that is."""
         return [(name, partial(getattr, where[0].module, where[0].name)) for name, where in self.copies]
-
-    def holder(self, name: str) -> int:
-        """The pipeline rank that speaks for a parameter or buffer: the first that has it."""
-        return min((self.ranks[stage] for stage in self._stages_with(name)), default=0)
-
-    def holds(self, name: str) -> bool:
-        """Whether this rank has a parameter or buffer; all have what is outside of all points."""
-        return any(stage in self.own for stage in self._stages_with(name)) or not self._stages_with(name)
-
-    def _stages_with(self, name: str) -> tuple[int, ...]:
-        if name in self._holders:
-            return self._holders[name]
-        return next((found for point, found in self.places.items() if name.startswith(f"{point}.")), ())
 
     def watch_dropout(self, streams: DropoutStreams) -> None:
         """Tell the streams of the blocks that are passed by."""
@@ -273,7 +252,7 @@ class PipelineParallel:
         kind = _kind(batch)
         if kind not in self._routes:
             flow = try_forward(self.points, batch, labels=self._labels)
-            self._routes[kind] = route(flow, same_places(flow, self.places), self.count)
+            self._routes[kind] = route(flow, same_places(flow, self.assignment.places), self.count)
         return self._routes[kind]
 
     def is_new(self, stage: int, batch: Any) -> bool:
@@ -296,72 +275,14 @@ class PipelineParallel:
 
     # -------------------------------------------------------------------------------------------------------- details
 
-    def _points_of(self, stage: int) -> list[str]:
-        return [name for name, stages in self.places.items() if stage in stages]
-
-    def _names_of(self, stage: int) -> list[str]:
-        return [name for name, stages in self._holders.items() if stage in stages]
-
-    def _find_loose(self, used: Mapping[int, tuple[int, ...]]) -> dict[Owner, tuple[int, ...]]:
-        """The places of parameters that code between points uses on stages that do not run their module, and which."""
-        of_module: dict[int, set[int]] = {}
-        for name, found in self.places.items():
-            for part in self.points.points[name].module.modules():
-                of_module.setdefault(id(part), set()).update(found)
-        loose = {}
-        for number, (name, owner) in enumerate(self.points.places.items()):
-            stages = tuple(stage for stage in used.get(number, ()) if stage not in of_module.get(id(owner.module), ()))
-            if stages:
-                self.points.loose[name], loose[owner] = owner, stages
-        return loose
-
     def _take_loose(self, stage: int) -> dict[str, Loose]:
         """The loose parameters of a stage as parts of it."""
         found = {}
         for name, owner in self.points.loose.items():
-            if stage in self._loose_owners[owner]:
+            if stage in self.assignment.loose[owner]:
                 found[name] = Loose(getattr(owner.module, owner.name))
-                first = next(known for known, places in self._places_of.items() if owner in places)
-                self._places_of[first] = (*self._places_of[first], Owner(found[name], "value"))
+                self.assignment.add_place(owner, Owner(found[name], "value"))
         return found
-
-    def _find_holders(self) -> dict[str, tuple[int, ...]]:
-        """The stages that use each parameter."""
-        stages: dict[int, set[int]] = {}
-        for name, found in self.places.items():
-            for part in self.points.points[name].module.modules():
-                stages.setdefault(id(part), set()).update(found)
-        return {
-            name: tuple(
-                sorted(
-                    {
-                        stage
-                        for place in places
-                        for stage in (*stages.get(id(place.module), ()), *self._loose_owners.get(place, ()))
-                    }
-                )
-            )
-            for name, places in self._places_of.items()
-        }
-
-    def _refuse_what_is_lost(self) -> None:
-        """Refuse parameters that no stage holds; a module that is not called may share all of its own."""
-        lost = [name for name, stages in self._holders.items() if not stages]
-        if not lost:
-            return
-        inside = {id(part): name for name, point in self.points.points.items() for part in point.module.modules()}
-        uncalled = dict.fromkeys(inside.get(id(self._places_of[name][0].module), "") for name in lost)
-        if "" in uncalled:
-            raise ConfigError(
-                f"the example batch does not make the model use {', '.join(lost[:5])}",
-                why="a parameter that is not used has no place among the stages",
-                fix="give an example batch that uses it (Engine(..., example=batch)), or use pp=1",
-            )
-        raise ConfigError(
-            f"the example batch does not make the model call {', '.join(list(uncalled)[:5])}",
-            why="a module that is not called has no place among the stages",
-            fix="give an example batch that calls every module (Engine(..., example=batch)), or use pp=1",
-        )
 
     def _group(self, holders: tuple[int, ...]) -> dist.ProcessGroup | None:
         mesh = self._mesh
@@ -376,11 +297,6 @@ class PipelineParallel:
             if dist.get_rank() in line:
                 mine = group
         return mine
-
-
-def _whole(place: Owner) -> torch.Tensor:
-    parameter: nn.Parameter = getattr(place.module, place.name)
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def _copy_name(name: str, stage: int) -> str:

@@ -38,7 +38,7 @@ class Together:
 
     def call(self, point: Point, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward comes to a point."""
-        places = self._pipeline.places[point.name]
+        places = self._pipeline.assignment.places[point.name]
         stage = places[self._calls[point.name] % len(places)]
         self._calls[point.name] += 1
         owner = self._pipeline.ranks[stage]

@@ -71,7 +71,7 @@ class PipelineRun(Microbatches):
         engine, pipeline, module = self._engine, self._pipeline, self._pipeline.stages[stage]
         part, count = self._part(microbatch)
         route = pipeline.route_of(part)
-        handed = _arrived(self._activations.pop((stage, microbatch), []))
+        handed = self._arrived(self._activations, stage, microbatch)
         for tensor in handed:
             tensor.requires_grad_(tensor.is_floating_point())
         self._parts[stage].before_forward(release=release)
@@ -173,7 +173,7 @@ class PipelineRun(Microbatches):
             one = torch.ones((), dtype=flight.forms[0][1], device=self._engine.device)
             return ([root], [one]) if root is not None else ([], [])
         floating = [root for form, root in zip(flight.forms, flight.roots, strict=True) if form[1].is_floating_point]
-        arrived = _arrived(self._gradients.pop((stage, microbatch)))
+        arrived = self._arrived(self._gradients, stage, microbatch)
         pairs = [(root, gradient) for root, gradient in zip(floating, arrived, strict=True) if root is not None]
         return [root for root, _ in pairs], [gradient for _, gradient in pairs]
 
@@ -193,6 +193,16 @@ class PipelineRun(Microbatches):
             arriving[other, microbatch] = tensors
         else:
             self._leaving[stage, microbatch, other > stage] = tensors
+
+    def _arrived(
+        self, line: dict[Place, list[torch.Tensor] | Arriving], stage: int, microbatch: int
+    ) -> list[torch.Tensor]:
+        """What has come for a stage; waits for it where it is still on its way."""
+        tensors = line.pop((stage, microbatch), [])
+        found = tensors.wait() if isinstance(tensors, Arriving) else tensors
+        if self._engine._tracer is not None:
+            self._engine._tracer.arrived(stage, microbatch, activation=line is self._activations)
+        return found
 
     def _weights(self, stage: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """The weights of a stage: those that get their gradients at once, and the others.
@@ -214,7 +224,3 @@ class PipelineRun(Microbatches):
     def _tag(self, stage: int, microbatch: int, ahead: bool) -> int:
         """A number for what crosses into a stage (`ahead`), or back out of it."""
         return ((microbatch * self._pipeline.count + stage) * 2 + (not ahead)) * _TAGS
-
-
-def _arrived(tensors: list[torch.Tensor] | Arriving) -> list[torch.Tensor]:
-    return tensors.wait() if isinstance(tensors, Arriving) else tensors

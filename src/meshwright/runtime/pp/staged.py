@@ -148,16 +148,16 @@ class StagedZero(Zero):
         self.stored = {name: p for part in self.parts.values() for name, p in part.stored.items() if name in names}
 
     def everything(self) -> dict[str, torch.Tensor]:
-        return {name: self.stored.get(name, whole) for name, whole in self._pipeline.whole.items()}
+        return {name: self.stored.get(name, whole) for name, whole in self._pipeline.assignment.whole.items()}
 
     def holder(self, name: str) -> int:
-        return self._pipeline.holder(name)
+        return self._pipeline.assignment.rank_of(name)
 
     def holds(self, name: str) -> bool:
-        return self._pipeline.holds(name)
+        return self._pipeline.assignment.has(name, self.mesh.pp_rank)
 
     def first_names(self, model: nn.Module) -> dict[str, str]:
-        return self._pipeline.first_names
+        return self._pipeline.assignment.first_names
 
     def refresh_copies(self) -> None:
         """Give second copies on this rank the values of the first."""

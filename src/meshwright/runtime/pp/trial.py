@@ -16,6 +16,7 @@ from meshwright.errors import ConfigError
 from meshwright.runtime._torch import TorchDispatchMode, storage_key
 from meshwright.runtime.batch import call_model
 from meshwright.runtime.pp.points import Point, Points, stand_ins
+from meshwright.runtime.seeds import preserved_random_state
 from meshwright.runtime.tensors import find_tensors, hidden_tensors
 
 __all__ = ["Call", "Flow", "Value", "try_forward"]
@@ -68,7 +69,13 @@ def try_forward(points: Points, batch: Any, *, labels: bool, guessed: bool = Fal
         loose[name] = torch.zeros((), dtype=like.dtype, device=points.device).expand(like.shape)
         seen.mark(loose[name], frozenset({(-1, index)}))
     try:
-        with torch.no_grad(), points.with_loose(loose), points.under(seen), seen.mode:
+        with (
+            preserved_random_state(points.device),
+            torch.no_grad(),
+            points.with_loose(loose),
+            points.under(seen),
+            seen.mode,
+        ):
             outputs, _ = call_model(points.model, batch, labels=labels)
     except ConfigError:
         raise
@@ -93,6 +100,7 @@ class _Seen:
     device: torch.device
     calls: list[Call] = field(default_factory=list)
     _behind: dict[int, frozenset[Value]] = field(default_factory=dict)
+    _made_by: dict[int, Point] = field(default_factory=dict)
     _alive: list[Any] = field(default_factory=list)
     #: What was looked at, which may decide what is called next.
     _read: frozenset[Value] = frozenset()
@@ -134,6 +142,9 @@ class _Seen:
             )
         self.require_visible((args, kwargs), f"{point.name} is called with")
         needs = self.behind((args, kwargs))
+        for tensor, writes in zip(find_tensors((args, kwargs)), point.writes(args, kwargs), strict=True):
+            if writes:
+                self.write(tensor)
         outputs = stand_ins(point.outline(args, kwargs), [], self.device, whole=True)
         for kind, _ in hidden_tensors(outputs):
             raise _hidden(f"{point.name} returns", kind)
@@ -142,7 +153,14 @@ class _Seen:
         self.calls.append(Call(point.name, point.block, needs, len(tensors)))
         for number, tensor in enumerate(tensors):
             self.mark(tensor, frozenset({(index, number)}))
+            self._made_by[storage_key(tensor.untyped_storage())] = point
         return outputs
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """A tensor is written into: its point is told, where it is what one has returned."""
+        maker = self._made_by.get(storage_key(tensor.untyped_storage()))
+        if maker is not None:
+            maker.written = True
 
 
 def _hidden(what: str, kind: str) -> ConfigError:
@@ -166,11 +184,15 @@ class _Watch(TorchDispatchMode):
         if values and func is torch.ops.aten._local_scalar_dense.default:
             self._seen.read(values)
         if values:
-            written = [
-                given
-                for given, argument in zip(args, func._schema.arguments, strict=False)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            ]
-            for tensor in find_tensors((result, written)):
+            written = find_tensors(
+                [
+                    given
+                    for given, argument in zip(args, func._schema.arguments, strict=False)
+                    if argument.alias_info is not None and argument.alias_info.is_write
+                ]
+            )
+            for tensor in written:
+                self._seen.write(tensor)
+            for tensor in (*find_tensors(result), *written):
                 self._seen.mark(tensor, values)
         return result
