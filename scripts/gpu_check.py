@@ -22,17 +22,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 STEPS = 4
+TWO_STAGES = ("interleaved-1f1b", "looped-bfs", "interleaved-zb", "zb-v", "dualpipev")
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", *TWO_STAGES)
 KINDS: Any = ("bfloat16", "float32")
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 REHEARSE = "--rehearse"
 
 
-def engine(zero: int, compute: Any, *, scope: Any = "global", tp: int = 1, sequences: bool = False, **job: Any) -> Any:
-    """A small decoder under a ZeRO stage, its matrices divided over `tp` ranks."""
+def engine(
+    zero: int,
+    compute: Any,
+    *,
+    scope: Any = "global",
+    tp: int = 1,
+    sequences: bool = False,
+    pp: int = 1,
+    schedule: Any = "single",
+    **job: Any,
+) -> Any:
+    """A small decoder under a ZeRO stage, its matrices divided over `tp` ranks, its blocks over `pp`."""
     from meshwright import Engine, Job, Strategy
     from meshwright.models import Decoder, DecoderConfig, token_loss
 
-    world, dp = dist.get_world_size(), dist.get_world_size() // tp
+    world, dp = dist.get_world_size(), dist.get_world_size() // (tp * pp)
     width = 32 if DEVICE == "cpu" else 256
     config = DecoderConfig(hidden_size=width, intermediate_size=3 * width, num_hidden_layers=4, num_attention_heads=8)
     return Engine(
@@ -43,6 +55,9 @@ def engine(zero: int, compute: Any, *, scope: Any = "global", tp: int = 1, seque
         Strategy(
             dp=dp,
             tp=tp,
+            pp=pp,
+            schedule=schedule,
+            virtual_stages=2 if schedule in TWO_STAGES else 1,
             sequence_parallel=sequences,
             zero=zero,
             microbatch=2,
@@ -163,7 +178,39 @@ def tensor_parallel(folder: Path) -> None:
         close("loss after loading on undivided ranks", loaded, found, TOLERANCE["bfloat16"])
 
 
-CHECKS: tuple[Callable[[Path], None], ...] = (stages, narrow_reduces, unequal_ranks, batch_norms, tensor_parallel)
+def pipeline(folder: Path) -> None:
+    """Every schedule gives the numbers of one stage, with ZeRO and tensor parallelism; a checkpoint goes on uncut."""
+    world = dist.get_world_size()
+    if world % 2:
+        return
+    for compute in ("float32", "bfloat16"):
+        right = engine(0, compute).step(batches()[0])
+        for schedule in SCHEDULES:
+            for zero, tp in ((0, 1), (1, 1), (2, 1), (3, 1), (0, 2), (3, 2)):
+                if world % (2 * tp) or (zero and world == 2 * tp):
+                    continue
+                made = engine(zero, compute, tp=tp, pp=2, schedule=schedule)
+                report = made.step(batches()[0])
+                what = f"{compute} pp=2 {schedule} zero={zero} tp={tp}"
+                close(f"{what} loss", report.loss, right.loss, TOLERANCE[compute])
+                close(f"{what} norm", report.grad_norm, right.grad_norm, TOLERANCE[compute])
+    made.save(folder / "pp-2")
+    other = engine(0, "bfloat16")
+    other.load(folder / "pp-2")
+    found, loaded = made.step(batches()[1]).loss, other.step(batches()[1]).loss
+    close("loss after loading without stages", loaded, found, TOLERANCE["bfloat16"])
+    with made.inference() as model:
+        model(batches()[0][0][:2].to(made.device))
+
+
+CHECKS: tuple[Callable[[Path], None], ...] = (
+    stages,
+    narrow_reduces,
+    unequal_ranks,
+    batch_norms,
+    tensor_parallel,
+    pipeline,
+)
 DEVICE = "cpu" if REHEARSE in sys.argv else "cuda"
 
 

@@ -47,13 +47,14 @@ class Case:
 
     `source`: the Engine gets a `builder`, or a `module` with real values. `dtype` is that of stored parameters,
     `compute` the compute dtype where it differs. `rate` is the learning rate, the optimizer's usual one by default;
-    `halving`: a scheduler halves it after each step. `microbatch` counts sequences of 53 tokens;
+    `halving`: a scheduler halves it after each step; `layers` counts blocks, `microbatch` sequences of 53 tokens;
     `world` ranks, of which each `tp` in a row compute the same rows of the same of `pp` stages.
     """
 
     model: str = "decoder"
     source: str = "builder"
     tied: bool = False
+    layers: int = 5
     valid: str = "unequal"
     scope: str = "global"
     dtype: str = "float64"
@@ -188,7 +189,7 @@ def real_model(case: Case) -> nn.Module:
     """The case's model with real values, the same in every dtype up to rounding."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
-        model = builder(case.model, tied=case.tied)()
+        model = builder(case.model, tied=case.tied, layers=case.layers)()
     for parameter in model.parameters():  # buffers keep their dtype
         parameter.data = parameter.data.to(getattr(torch, case.dtype))
     return model
@@ -196,7 +197,7 @@ def real_model(case: Case) -> nn.Module:
 
 def build_engine(case: Case) -> Engine:
     """The case's engine on this rank."""
-    module = builder(case.model, tied=case.tied) if case.source == "builder" else real_model(case)
+    module = builder(case.model, tied=case.tied, layers=case.layers) if case.source == "builder" else real_model(case)
     return Engine(
         module,
         loss_of(case.model),
@@ -247,7 +248,14 @@ def train_many(cases: Sequence[Case], *, timeout_s: float = 240.0) -> list[list[
 
 
 def _run_cases(cases: list[Case]) -> list[Run]:
-    return [run_case(case) for case in cases]
+    runs = []
+    for case in cases:
+        try:
+            runs.append(run_case(case))
+        except Exception as error:
+            error.add_note(f"in case: {case}")
+            raise
+    return runs
 
 
 def check(case: Case, *, timeout_s: float = 120.0) -> Run:
@@ -258,10 +266,11 @@ def check(case: Case, *, timeout_s: float = 120.0) -> Run:
 
 
 def check_many(cases: Sequence[Case], *, timeout_s: float = 240.0) -> None:
-    """As `check`, for cases of one world: they run one after the other on the same ranks."""
-    references = [run_one(run_case, case.reference) for case in cases]
-    for case, reference, runs in zip(cases, references, train_many(cases, timeout_s=timeout_s), strict=True):
-        assert_equal(case, runs, reference)
+    """As `check`, for cases of one world: they run one after the other on the same ranks, as references do on one."""
+    references = list(dict.fromkeys(case.reference for case in cases))
+    known = dict(zip(references, run_one(_run_cases, references, timeout_s=timeout_s), strict=True))
+    for case, runs in zip(cases, train_many(cases, timeout_s=timeout_s), strict=True):
+        assert_equal(case, runs, known[case.reference])
 
 
 def assert_equal(case: Case, runs: Sequence[Run], reference: Run) -> None:

@@ -26,17 +26,17 @@ MODELS = (
 )
 
 
-def builder(name: str, *, tied: bool) -> Callable[[], nn.Module]:
+def builder(name: str, *, tied: bool, layers: int = 5) -> Callable[[], nn.Module]:
     """A function that builds the model, its blocks being `layers` (or `h` in GPT-2)."""
     makers: dict[str, Callable[[], nn.Module]] = {
-        "decoder": lambda: Decoder(_decoder_config(12, heads=6, key_value_heads=2, tied=tied)),
-        "decoder-10": lambda: Decoder(_decoder_config(10, heads=5, key_value_heads=1, tied=tied)),
-        "decoder-16": lambda: Decoder(_decoder_config(16, heads=8, key_value_heads=2, tied=tied)),
-        "llama": lambda: _llama(tied),
-        "gpt2": lambda: _gpt2(tied, dropout=0.0),
-        "gpt2-12": lambda: _gpt2(tied, dropout=0.0, heads=12),
-        "gpt2-dropout": lambda: _gpt2(tied, dropout=0.2),
-        "mlp": lambda: MLP(tied=tied),
+        "decoder": lambda: Decoder(_decoder_config(12, layers, heads=6, key_value_heads=2, tied=tied)),
+        "decoder-10": lambda: Decoder(_decoder_config(10, layers, heads=5, key_value_heads=1, tied=tied)),
+        "decoder-16": lambda: Decoder(_decoder_config(16, layers, heads=8, key_value_heads=2, tied=tied)),
+        "llama": lambda: _llama(tied, layers),
+        "gpt2": lambda: _gpt2(tied, layers, dropout=0.0),
+        "gpt2-12": lambda: _gpt2(tied, layers, dropout=0.0, heads=12),
+        "gpt2-dropout": lambda: _gpt2(tied, layers, dropout=0.2),
+        "mlp": lambda: MLP(layers, tied=tied),
         "mlp-unused": lambda: MLPWithUnused(),
         "mlp-branches": lambda: MLPWithBranches(),
     }
@@ -84,12 +84,12 @@ def _hugging_face_loss(outputs: Any, batch: dict[str, Tensor]) -> tuple[Tensor, 
     return _loss(outputs.logits, batch["labels"])
 
 
-def _decoder_config(hidden: int, *, heads: int, key_value_heads: int, tied: bool) -> DecoderConfig:
+def _decoder_config(hidden: int, layers: int, *, heads: int, key_value_heads: int, tied: bool) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
         intermediate_size=23,
-        num_hidden_layers=5,
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads,
         max_position_embeddings=64,
@@ -98,7 +98,7 @@ def _decoder_config(hidden: int, *, heads: int, key_value_heads: int, tied: bool
     )
 
 
-def _llama(tied: bool) -> nn.Module:
+def _llama(tied: bool, layers: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model: nn.Module = LlamaForCausalLM(
@@ -106,7 +106,7 @@ def _llama(tied: bool) -> nn.Module:
             vocab_size=VOCABULARY,
             hidden_size=12,
             intermediate_size=23,
-            num_hidden_layers=5,
+            num_hidden_layers=layers,
             num_attention_heads=6,
             num_key_value_heads=2,
             max_position_embeddings=64,
@@ -118,7 +118,7 @@ def _llama(tied: bool) -> nn.Module:
     return model
 
 
-def _gpt2(tied: bool, dropout: float, heads: int = 3) -> nn.Module:
+def _gpt2(tied: bool, layers: int, dropout: float, heads: int = 3) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model: nn.Module = GPT2LMHeadModel(
@@ -126,7 +126,7 @@ def _gpt2(tied: bool, dropout: float, heads: int = 3) -> nn.Module:
             vocab_size=VOCABULARY,
             n_positions=64,
             n_embd=12,
-            n_layer=5,
+            n_layer=layers,
             n_head=heads,
             n_inner=23,
             resid_pdrop=dropout,
@@ -150,10 +150,10 @@ class MLP(nn.Module):
 
     INPUTS = 9
 
-    def __init__(self, *, tied: bool = False) -> None:
+    def __init__(self, layers: int = 5, *, tied: bool = False) -> None:
         super().__init__()
         self.enter = nn.Linear(self.INPUTS, 13)
-        self.layers = nn.ModuleList(nn.Linear(13, 13) for _ in range(5))
+        self.layers = nn.ModuleList(nn.Linear(13, 13) for _ in range(layers))
         self.leave = nn.Linear(13, VOCABULARY, bias=False)
         if tied:
             self.layers[-1].weight = self.layers[0].weight

@@ -21,6 +21,7 @@ _BACKEND = "Several machines: torchrun's rendezvous backend."
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help=_SET)
 @click.option("--resume", is_flag=True, help="Go on from the newest complete checkpoint in --out.")
 @click.option("--out", type=click.Path(path_type=Path), help="The folder of the run, instead of the job file's.")
+@click.option("--trace", metavar="FILE", help="Write when ranks did what in one step, for ui.perfetto.dev.")
 @click.option("--nnodes", type=int, default=1, show_default=True, help="Several machines: their number.")
 @click.option("--node-rank", type=int, help="Several machines: this one's number, with --rdzv-backend static.")
 @click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Several machines: where they meet.")
@@ -36,6 +37,7 @@ def train(
     sets: tuple[str, ...],
     resume: bool,
     out: Path | None,
+    trace: str | None,
     nnodes: int,
     node_rank: int | None,
     rdzv_endpoint: str,
@@ -43,6 +45,8 @@ def train(
     rdzv_backend: str,
 ) -> None:
     """Plan for this machine, say why, train, and show predicted beside measured."""
+    from json import dumps
+
     from meshwright.train.launch import Nodes
     from meshwright.train.run import TrainOptions, train_job
 
@@ -52,7 +56,7 @@ def train(
             plan=plan,
             pins=pin,
             strategy=strategy,
-            sets=sets,
+            sets=(*sets, *(() if trace is None else (f"train.trace={dumps(trace)}",))),
             resume=resume,
             out=out,
             nodes=Nodes(

@@ -29,7 +29,7 @@ from meshwright.runtime.replicas import Replicas
 from meshwright.runtime.seeds import DropoutStreams, preserved_random_state, seed_for
 from meshwright.runtime.shards import Shards
 from meshwright.runtime.tp import TensorParallel, plan_sharding
-from meshwright.runtime.units import Unit, choose_blocks, make_units
+from meshwright.runtime.units import Unit, choose_blocks, finer_blocks, make_units
 from meshwright.runtime.zero import Used, Zero
 from meshwright.spec import Job, Strategy
 
@@ -94,6 +94,9 @@ def build(
     blocks = choose_blocks(module, block_names)
     traffic, tp, pipeline = Traffic(), None, None
     if mesh.pp > 1:
+        count = strategy.pp * strategy.virtual_stages
+        if block_names is None and len(blocks) < count:
+            blocks = finer_blocks(module, count)
         pipeline = PipelineParallel(module, blocks, strategy, mesh, device, example=example, labels=labels)
     if mesh.tp > 1:
         tp = TensorParallel(

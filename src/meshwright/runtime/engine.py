@@ -285,9 +285,10 @@ class Engine:
         return whole.to(getattr(torch, self.job.compute_dtype)) if whole.is_floating_point() else whole
 
     def _trained(self) -> list[nn.Parameter]:
-        """What the optimizer is built over, in the model's order."""
+        """What the optimizer is built over, in the model's order; a rank whose stages are frozen has an empty one."""
         own = {id(parameter) for parameter in self._zero.stored.values()}
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad and id(parameter) in own]
+        found = [parameter for parameter in self.model.parameters() if parameter.requires_grad and id(parameter) in own]
+        return found or [nn.Parameter(torch.zeros(0, device=self.device))]
 
     def _make_schedule(self) -> Schedule:
         strategy = self.strategy

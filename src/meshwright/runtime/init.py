@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwright.errors import ConfigError
+from meshwright.runtime.absent import absent_of
 from meshwright.runtime.adapters import adapter_init, original_name
 from meshwright.runtime.boxes import Held, zeros_like_own
 from meshwright.runtime.cuts import Cut, Cuts
@@ -110,10 +111,15 @@ def materialise(
             borrowed = {name: p for name, p in module.named_parameters(recurse=False) if name not in own}
             for name in borrowed:  # what has its values, here or in another module, keeps them
                 _put_whole(Owner(module, name), whole_shapes, device)
+            elsewhere = absent_of(module)  # drawn too, so that what follows is drawn as where all are
+            for name, zeros in elsewhere.items():
+                shape = cuts[full].shape if (full := f"{names[id(module)]}.{name}") in cuts else zeros.shape
+                module.__dict__[name] = torch.empty(shape, dtype=zeros.dtype, device=device)
             torch.manual_seed(seed_for(seed, "init", original_name(model, names[id(module)])))
             _init_function(model, module, names[id(module)])()
             for name, tied in borrowed.items():
                 setattr(module, name, tied)
+            module.__dict__.update(elsewhere)
             for name, where in parameters.items():
                 _require_values(name, module, _get(where[0]))
                 _place(where, _sliced(_get(where[0]), sharded[name], cuts.get(name), tp_rank))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["find_tensors", "hidden_gradients", "map_values"]
+__all__ = ["find_tensors", "hidden_gradients", "hidden_tensors", "map_values"]
 
 
 def find_tensors(value: Any) -> list[torch.Tensor]:
@@ -57,6 +57,19 @@ def hidden_gradients(value: Any) -> list[str]:
         return [name for field in dataclasses.fields(value) for name in hidden_gradients(getattr(value, field.name))]
     inside = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
     return [type(value).__name__] if any(tensor.requires_grad for tensor in _walk(dict(inside))) else []
+
+
+def hidden_tensors(value: Any) -> list[tuple[str, torch.Tensor]]:
+    """Tensors inside of objects that `map_values` does not look into, each with the object's type."""
+    if value is None or isinstance(value, (torch.Tensor, bool, int, float, str, type)):
+        return []
+    if isinstance(value, (tuple, list)):
+        return [found for item in value for found in hidden_tensors(item)]
+    if isinstance(value, Mapping):
+        return [found for item in value.values() for found in hidden_tensors(item)]
+    if _is_dataclass(value):
+        return [found for field in dataclasses.fields(value) for found in hidden_tensors(getattr(value, field.name))]
+    return [(type(value).__name__, tensor) for tensor in _walk(dict(getattr(value, "__dict__", {})))]
 
 
 def _walk(value: Any) -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.errors import ConfigError
 
-__all__ = ["Blocks", "Owner", "Unit", "choose_blocks", "find_blocks", "make_units", "owners"]
+__all__ = ["Blocks", "Owner", "Unit", "choose_blocks", "find_blocks", "finer_blocks", "make_units", "owners"]
 
 Blocks = Sequence[tuple[str, nn.Module]]
 
@@ -97,6 +97,26 @@ def choose_blocks(model: nn.Module, names: Sequence[str] | None) -> Blocks:
             )
     found = {id(modules[name]): (name, modules[name]) for name in reversed(names)}
     return list(reversed(found.values()))
+
+
+def finer_blocks(model: nn.Module, count: int) -> list[tuple[str, nn.Module]]:
+    """At least `count` blocks of a model that keeps no lists of them, where it has so many modules.
+
+    Its outermost modules; of those the one with most parameters gives way to its children until there are enough.
+    """
+    found = [(name, child) for name, child in model.named_children() if _size(child)]
+    while len(found) < count:
+        splits = [entry for entry in found if any(_size(child) for child in entry[1].children())]
+        if not splits:
+            break
+        name, module = max(splits, key=lambda entry: _size(entry[1]))
+        at = next(index for index, entry in enumerate(found) if entry[1] is module)
+        found[at : at + 1] = [(f"{name}.{part}", child) for part, child in module.named_children() if _size(child)]
+    return [entry for entry in found if not isinstance(entry[1], (nn.ModuleList, nn.ModuleDict))]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def make_units(

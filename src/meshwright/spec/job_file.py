@@ -45,7 +45,7 @@ class TrainSpec:
 
     `evaluate_samples` sequences are evaluated each time, all ranks together. `keep_checkpoints` newest ones stay.
     `out` is the folder of the run. At the end `generate_tokens` tokens continue `prompt`. `timeout_s` is how long a
-    rank waits for the others.
+    rank waits for the others. `trace` is a file for a trace of one step, executed beside simulated; none where empty.
     """
 
     steps: int = 200
@@ -57,6 +57,7 @@ class TrainSpec:
     generate_tokens: int = 200
     prompt: str = "def "
     timeout_s: float = 60.0
+    trace: str = ""
 
     def __post_init__(self) -> None:
         for name in ("steps", "evaluate_every", "evaluate_samples", "checkpoint_every", "keep_checkpoints"):

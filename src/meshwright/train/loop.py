@@ -16,10 +16,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from meshwright.cost.simulated import simulated_step
 from meshwright.errors import DataError
 from meshwright.models import Decoder, token_loss
+from meshwright.report.trace import write_trace
 from meshwright.runtime import Engine, StepReport, global_rank, join_ranks, local_device, world_size
 from meshwright.spec import Plan
+from meshwright.spec.decoder import described
 from meshwright.spec.files import read_noun
 from meshwright.spec.job_file import DataSpec, JobFile, TrainSpec
 from meshwright.train.data import ByteCorpus
@@ -31,6 +34,9 @@ from meshwright.train.same_run import describe_run, require_same_run
 from meshwright.train.samples import Samples
 
 __all__ = ["Trainer", "train_rank"]
+
+#: Steps before the one that is traced.
+_WARM = 2
 
 
 def train_rank(
@@ -90,6 +96,8 @@ class Trainer:
         )
         if resume is not None:
             self._load(resume)
+        #: The number of the step that is traced: one whose first-time work is done, where there are so many.
+        self._trace_step = min(self.engine.steps_done + _WARM + 1, train.steps) if train.trace else 0
         self.validation_loss: float | None = None
         self._last: StepReport | None = None
 
@@ -132,7 +140,7 @@ class Trainer:
         engine = self.engine
         learning_rate = engine.optimizer.param_groups[0]["lr"]
         batch = self.samples.batch(self.samples.numbers(engine.samples_seen, engine.job.global_batch))
-        report = engine.step(batch)
+        report = self._traced(batch) if engine.steps_done + 1 == self._trace_step else engine.step(batch)
         line = {
             "step": report.step,
             "loss": _finite(report.loss),
@@ -148,6 +156,14 @@ class Trainer:
             "collectives": report.collectives,
         }
         return report, line
+
+    def _traced(self, batch: Any) -> StepReport:
+        """A step whose timeline is written beside the simulated one."""
+        report, executed = self.engine.trace(batch)
+        if global_rank() == 0:
+            simulated = simulated_step(self.plan, described(self.plan.decoder)).timeline
+            write_trace(Path(self.train.trace), [executed, simulated])
+        return report
 
     def _evaluate(self, step: int, line: dict[str, Any]) -> str:
         """Evaluate where it is due, and note it in the step's line; what to show of it."""

@@ -72,6 +72,8 @@ class _Run:
             job_file, model=plan.decoder, job=plan.job, train=replace(job_file.train, out=str(folder.path))
         )
         _require_bytes(plan)
+        if job_file.train.trace:
+            _require_writable(Path(job_file.train.trace))
         if checkpoint is not None and self._finished(checkpoint, plan, job_file, corpus):
             return
         folder.prepare()
@@ -210,6 +212,8 @@ class _Run:
         if result["skipped_steps"]:
             self._say(f"{result['skipped_steps']} steps were skipped: their gradients were not finite")
         self._say(f"checkpoint {checkpoint}")
+        if train.trace:
+            self._say(f"trace {train.trace}: open it at ui.perfetto.dev")
         self._say(f"try: meshwright generate {folder.path} --prompt 'def '")
 
 
@@ -226,6 +230,18 @@ def _require_bytes(plan: Plan) -> None:
             why=f"the trainer's tokens are bytes, which have {_BYTE_VALUES} values",
             fix=f"set model.vocab_size to {_BYTE_VALUES} or more",
         )
+
+
+def _require_writable(path: Path) -> None:
+    """Refuse a trace that could not be written, before any step is taken."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the trace {path} cannot be written", why=error.strerror or str(error), fix="give another --trace FILE"
+        ) from error
 
 
 def _indented(text: str) -> str:

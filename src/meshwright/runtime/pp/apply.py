@@ -13,6 +13,7 @@ from torch import nn
 
 from meshwright.errors import ConfigError
 from meshwright.runtime._torch import group_timeout
+from meshwright.runtime.absent import leave_out
 from meshwright.runtime.batch import rows, split, to_device
 from meshwright.runtime.mesh import RankMesh
 from meshwright.runtime.pp.assignment import Assignment
@@ -73,7 +74,7 @@ class PipelineParallel:
         self.own = [stage for stage, rank in enumerate(self.ranks) if rank == mesh.pp_rank]
         self.points = Points(model, blocks, device)
         batch = guess_batch(model) if example is None else split(example, 0, min(rows(example), strategy.microbatch))
-        flow = try_forward(self.points, to_device(batch, device), labels=labels)
+        flow = try_forward(self.points, to_device(batch, device), labels=labels, guessed=example is None)
         called = list(dict.fromkeys(call.point for call in flow.calls if call.block))
         if len(called) < self.count:
             raise ConfigError(
@@ -119,7 +120,7 @@ class PipelineParallel:
             held = [stage for stage in self.assignment.holders[name] if stage in own]
             if not held:
                 for place in places:
-                    _empty(place, self.device)
+                    leave_out(place, self.device)
                 continue
             for stage in held[1:] if sharded else ():
                 mine = tuple(place for place in places if id(place.module) in inside[stage])
@@ -300,14 +301,6 @@ class PipelineParallel:
 
 def _copy_name(name: str, stage: int) -> str:
     return f"{name} (stage {stage})"
-
-
-def _empty(place: Owner, device: torch.device) -> None:
-    """Put zeros without memory in the place of a parameter that another rank holds: code may look at its shape."""
-    parameter = place.module._parameters.pop(place.name, None)
-    if parameter is not None:
-        zeros = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-        place.module.__dict__[place.name] = zeros
 
 
 def _require_whole_answers(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
-from meshwright.runtime.tensors import map_values
+from meshwright.runtime.tensors import find_tensors, map_values
 from meshwright.runtime.units import Blocks, Owner
 
 __all__ = ["Point", "Points", "Runner", "stand_ins"]
@@ -43,6 +43,8 @@ class Point:
 
     def __init__(self, name: str, module: nn.Module, *, block: bool) -> None:
         self.name, self.module, self.block = name, module, block
+        #: Whether what it returns is written into later: then nobody else may look at the same memory.
+        self.written = False
         self._prototype: nn.Module | None = _on_meta(module)
         self._outlines: dict[Any, Outline] = {}
 
@@ -54,11 +56,16 @@ class Point:
         """
         key = _signature((args, kwargs))
         if key not in self._outlines:
-            self._outlines[key] = self._traced(args, kwargs)
+            self._outlines[key] = self._traced(map_values(_meta, args), map_values(_meta, kwargs))
         return self._outlines[key]
 
-    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outline:
+    def writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
+        """Which of the tensors that it is called with it writes into, as far as that shows on the meta device."""
         flat, named = map_values(_meta, args), map_values(_meta, kwargs)
+        self._traced(flat, named)
+        return [tensor._version > 0 for tensor in find_tensors((flat, named))]
+
+    def _traced(self, flat: tuple[Any, ...], named: dict[str, Any]) -> Outline:
         if self._prototype is not None:
             try:
                 with torch.no_grad():
@@ -130,7 +137,10 @@ class Points:
         """What a point that another stage runs returns here: what is given of it, and zeros."""
         for tell in self.passed:
             tell(point, args, kwargs)
-        return stand_ins(point.outline(args, kwargs), given, self.device, whole=not point.block)
+        if point.written:
+            given = [tensor.clone() if tensor is not None else None for tensor in given]
+        whole = point.written or not point.block
+        return stand_ins(point.outline(args, kwargs), given, self.device, whole=whole)
 
     def come_to(self, point: Point, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's forward calls a point."""
@@ -167,7 +177,7 @@ def _extend(module: nn.Module, points: Points, point: Point) -> None:
 
 
 def _find(model: nn.Module, blocks: Mapping[int, str]) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks, and the outermost modules with parameters and without a block inside."""
+    """The blocks, and the outermost modules with a state of their own and without a block inside."""
     seen: set[int] = set()
 
     def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -176,7 +186,7 @@ def _find(model: nn.Module, blocks: Mapping[int, str]) -> Iterator[tuple[str, nn
             if id(child) in seen:
                 continue
             whole = not any(id(part) in blocks for part in child.modules())
-            if id(child) in blocks or (whole and _called(child) and next(child.parameters(), None) is not None):
+            if id(child) in blocks or (whole and _called(child) and _holds_state(child)):
                 seen.add(id(child))
                 yield blocks.get(id(child), full), child
             elif not whole or not _called(child):
@@ -196,6 +206,14 @@ def _swap(owner: Owner, value: torch.Tensor) -> torch.Tensor:
     else:
         module.__dict__[name] = value
     return before
+
+
+def _holds_state(module: nn.Module) -> bool:
+    """Whether it has parameters, or buffers that are saved: then it has to run in one place."""
+    return any(
+        next(part.parameters(recurse=False), None) is not None or set(part._buffers) - part._non_persistent_buffers_set
+        for part in module.modules()
+    )
 
 
 def _called(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +26,15 @@ _SAVED: dict[type, tuple[str, ...]] = {}
 
 @dataclass
 class _Branch:
-    """Weights that branch off at the same nodes, and the gradients that arrived at those."""
+    """Weights that branch off at the same nodes, and the gradients that arrived at those.
+
+    Attributes:
+        roots: beside the nodes: roots of the backward that lead to these weights and to no input, with their gradients.
+    """
 
     weights: list[nn.Parameter]
     nodes: list[Any]
+    roots: list[tuple[GradientEdge, torch.Tensor]]
     arrived: dict[int, tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
 
 
@@ -49,9 +54,9 @@ class Deferred:
             if mine:
                 _run(branch, mine, keep=bool(others))
             if others:
-                kept.append(_Branch(others, branch.nodes, branch.arrived))
+                kept.append(_Branch(others, branch.nodes, branch.roots, branch.arrived))
             else:  # what it holds is not needed for those that follow
-                branch.nodes, branch.arrived = [], {}
+                branch.nodes, branch.roots, branch.arrived = [], [], {}
         self._branches = kept
 
 
@@ -72,13 +77,20 @@ def backward_input(
     """
     accumulators = {id(weight): get_gradient_edge(weight).node for weight in weights}
     behind = _behind([edge.node for edge in roots])
-    path = _above([get_gradient_edge(tensor).node for tensor in inputs], behind)
-    groups: dict[frozenset[Any], list[nn.Parameter]] = defaultdict(list)
+    path = _above([get_gradient_edge(tensor).node for tensor in (*inputs, *now)], behind)
+    apart = defaultdict(list)
+    for edge, gradient in zip(roots, gradients, strict=True):
+        if edge.node not in path:
+            apart[edge.node].append((edge, gradient))
+    groups: dict[tuple[frozenset[Any], frozenset[Any]], list[nn.Parameter]] = defaultdict(list)
     for weight in weights:
-        nodes = _reached(accumulators[id(weight)], path, behind)
-        if nodes:
-            groups[frozenset(nodes)].append(weight)
-    branches = [_Branch(group, list(nodes)) for nodes, group in groups.items()]
+        above = _above([accumulators[id(weight)]], behind, path)
+        groups[frozenset(above & path), frozenset(above & apart.keys())].append(weight)
+    branches = [
+        _Branch(group, list(nodes), [start for node in alone for start in apart[node]])
+        for (nodes, alone), group in groups.items()
+        if nodes or alone
+    ]
     # Nodes run in the order of their numbers, the last made first: at one of them all with higher numbers have run.
     passing = deque(sorted(path - _kept(branches, path, behind), key=_number, reverse=True))
     handles = []
@@ -96,7 +108,8 @@ def backward_input(
 
         handles.append(node.register_prehook(keep))
     try:
-        torch.autograd.backward(roots, gradients, retain_graph=True, inputs=[*inputs, *now])
+        if path:
+            torch.autograd.backward(roots, gradients, retain_graph=True, inputs=[*inputs, *now])
     finally:
         for handle in handles:
             handle.remove()
@@ -140,7 +153,8 @@ def _gone(kept: None) -> torch.Tensor:
 
 
 def _run(branch: _Branch, weights: list[nn.Parameter], *, keep: bool) -> None:
-    edges, gradients = [], []
+    edges = [edge for edge, _ in branch.roots]
+    gradients: list[torch.Tensor] = [gradient for _, gradient in branch.roots]
     for node in branch.nodes:
         for number, gradient in enumerate(branch.arrived.get(id(node), ())):
             if gradient is not None:
@@ -178,15 +192,16 @@ def _behind(roots: Iterable[Any]) -> dict[Any, list[Any]]:
     return found
 
 
-def _above(nodes: Iterable[Any], behind: dict[Any, list[Any]]) -> set[Any]:
-    """Every node from which one of `nodes` is reached, themselves included."""
+def _above(nodes: Iterable[Any], behind: dict[Any, list[Any]], ends: Container[Any] = ()) -> set[Any]:
+    """Every node from which one of `nodes` is reached, themselves included; nothing is looked for above `ends`."""
     found = set(nodes)
-    left = list(found)
+    left = [node for node in found if node not in ends]
     while left:
         for node in behind.get(left.pop(), ()):
             if node not in found:
                 found.add(node)
-                left.append(node)
+                if node not in ends:
+                    left.append(node)
     return found
 
 
@@ -200,17 +215,3 @@ def _below(nodes: Iterable[Any]) -> set[Any]:
                 found.add(node)
                 left.append(node)
     return found
-
-
-def _reached(weight: Any, path: set[Any], behind: dict[Any, list[Any]]) -> list[Any]:
-    """The first nodes of the path on the ways from a weight upwards."""
-    found: dict[Any, None] = {}
-    seen, left = {weight}, [weight]
-    while left:
-        for node in behind.get(left.pop(), ()):
-            if node in path:
-                found[node] = None
-            elif node not in seen:
-                seen.add(node)
-                left.append(node)
-    return list(found)

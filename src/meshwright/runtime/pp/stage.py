@@ -107,7 +107,8 @@ class _Running:
             if len(tensors) != call.outputs:
                 self._fail(point, index, f"it returns {len(tensors)} tensors, and was taken to return {call.outputs}")
             made = {(index, number): tensor for number, tensor in enumerate(tensors)}
-            self.values.update({value: tensor for value, tensor in made.items() if value in self._kept})
+            kept = {value: tensor for value, tensor in made.items() if value in self._kept}
+            self.values.update({value: tensor.clone() for value, tensor in kept.items()} if point.written else kept)
         else:
             given = [self.values.get((index, number)) for number in range(call.outputs)]
             result = self._stage.points.pass_by(point, args, kwargs, given)
