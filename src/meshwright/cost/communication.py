@@ -80,10 +80,10 @@ def _messages(rank: RankMemory, memory: StepMemory, strategy: Strategy, totals: 
 def _tied(rank: RankMemory, memory: StepMemory, job: Job, strategy: Strategy, totals: Counts) -> None:
     """The gradients of a weight that stages on two ranks hold are summed over these, each rank's share."""
     for stage in memory.stages:
-        if stage.copied_parameters and not stage.borrowed_parameters:
-            if any(held.index in (0, stage.index) for held in rank.stages):
-                share = -(-stage.copied_parameters // shard_group(strategy))
-                _add(totals, "all_reduce", 1, DTYPE_BYTES[job.param_dtype] * share)
+        here = any(held.index in (0, stage.index) for held in rank.stages)
+        if here and stage.copied_parameters and not stage.borrowed_parameters:
+            share = -(-stage.copied_parameters // shard_group(strategy))
+            _add(totals, "all_reduce", 1, DTYPE_BYTES[job.param_dtype] * share)
 
 
 def _model_parallel(rank: RankMemory, memory: StepMemory, strategy: Strategy, totals: Counts) -> None:

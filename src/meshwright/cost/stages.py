@@ -25,8 +25,9 @@ class Stage(Struct, frozen=True):
 
     `copied_parameters` counts elements of a tied weight that another stage owns: this stage holds a copy. Where that
     other stage is on the same rank, the copy (`borrowed_parameters`) has no optimizer states. `around_bytes` is kept
-    once per microbatch by what stands between blocks, on every stage but the first, whose embedding tells of it. `alike`
-    are the kinds of its blocks (`ModelSpec.kinds`), which stages that cost the same share; empty where it holds a copy.
+    once per microbatch by what stands between blocks, on every stage but the first, whose embedding tells of it.
+    `alike` are the kinds of its blocks (`ModelSpec.kinds`), which stages that cost the same share; empty where it holds
+    a copy.
     """
 
     index: int
