@@ -50,8 +50,8 @@ GPT2: dict[str, Any] = {
 
 
 class Counted(NamedTuple):
-    """What one rank counted: bytes at the largest moment of a step, collectives of a step, bytes of its buffers, and the
-    largest bytes of each category at any moment."""
+    """What one rank counted: bytes at the largest moment of a step, collectives of a step, bytes of its buffers, and
+    the largest bytes of each category at any moment."""
 
     peak: dict[str, int]
     collectives: dict[str, int]

@@ -165,7 +165,7 @@ def test_activations_in_flight_are_those_of_the_schedule(
         held = 2 * per_layer + model.blocks[0].fixed_bytes
         most = max(moment.activations for moment in rank.moments()) - 3 * layer.output_bytes
         if schedule == "zb-h1":
-            # Of some only inputs and output gradients of products and norms wait for the weight half: less than was kept.
+            # Of some only what products and norms need waits for the weight half: less than was kept.
             assert layer.waiting_bytes < per_layer
             assert expected * 2 * layer.waiting_bytes < most <= expected * held + layer.output_bytes
         else:

@@ -43,8 +43,8 @@ class Tally:
     each operation reads its inputs and writes its outputs once, views nothing. `kept`: storages that autograd keeps.
     `products`: storages of what selective recompute keeps, `unasked` those made after the last tensor that autograd
     keeps: a second forward stops before them. `weight_inputs`, `weight_outputs_bytes`: inputs of products
-    and norms with a trained weight, and bytes of their outputs. `read`: storages that were read; `made`: those that were
-    written, where this is asked for. `work`: products and attention of the forward; `element_bytes` and
+    and norms with a trained weight, and bytes of their outputs. `read`: storages that were read; `made`: those that
+    were written, where this is asked for. `work`: products and attention of the forward; `element_bytes` and
     `backward_element_bytes`: what all else read and wrote, `kernels` and `backward_kernels`: operations of any kind.
     """
 

@@ -17,8 +17,8 @@ is split: its weight half reads the weights once more), and per unit and step:
 | 2, 3 | window | one every w microbatches, and at the last backward | within a window |
 | 2, 3 | microbatch | m | never |
 
-The first stage has nobody to hand a gradient to: its backward-input does nothing, and needs no units; all of its backward
-is in the weight half, so that c is 2 there.
+The first stage has nobody to hand a gradient to: its backward-input does nothing, and needs no units; all of its
+backward is in the weight half, so that c is 2 there.
 
 Gradients are there once a backward or a backward-weight has run. The run of `chunk` does not end where a rank turns
 from forwards to backwards on one stage: with one stage a rank it is the whole step. Looped breadth-first thus gathers
