@@ -131,7 +131,10 @@ def hold(case: Case, cases: tuple[Case, ...]) -> None:
         moments = list(memory.moments())
         for kind in ("gathered", "gradients"):
             most = max(getattr(moment, kind) for moment in moments)
-            assert found.largest[kind] == pytest.approx(most, rel=TOTAL, abs=SMALL * total), (rank, kind)
+            # Inside a gather the buffer it is received in and the gathered parameters are both there for a moment.
+            twice = memory.largest_unit if kind == "gathered" else 0
+            assert (1 - TOTAL) * most - SMALL * total <= found.largest[kind], (rank, kind)
+            assert found.largest[kind] <= (1 + TOTAL) * most + max(SMALL * total, twice), (rank, kind)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
