@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ __all__ = ["Deferred", "backward_input"]
 
 @dataclass
 class _Branch:
-    """Weights that branch off at the same nodes, and the gradients that arrived at those."""
+    """Weights that branch off at the same node, and the gradients that arrived there."""
 
     weights: list[nn.Parameter]
-    nodes: list[Any]
-    arrived: dict[int, tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
+    node: Any
+    arrived: tuple[torch.Tensor | None, ...] = ()
 
 
 class Deferred:
@@ -44,7 +44,7 @@ class Deferred:
             if mine:
                 _run(branch, mine, keep=bool(others))
             if others:
-                kept.append(_Branch(others, branch.nodes, branch.arrived))
+                kept.append(_Branch(others, branch.node, branch.arrived))
         self._branches = kept
 
 
@@ -61,7 +61,7 @@ def backward_input(
         roots: where the backward starts, and with which gradients.
         inputs: leaves that need a gradient.
         weights: that may get theirs later.
-        now: weights that get theirs at once.
+        now: weights that get theirs at once, as do those of `weights` that are used in several places.
     """
     accumulators = {id(weight): get_gradient_edge(weight).node for weight in weights}
     behind = _behind([edge.node for edge in roots])
@@ -71,21 +71,19 @@ def backward_input(
         nodes = _reached(accumulators[id(weight)], path, behind)
         if nodes:
             groups[frozenset(nodes)].append(weight)
-    branches = [_Branch(group, list(nodes)) for nodes, group in groups.items()]
+    # A weight that branches off at several nodes would be reached from one through the others, the path between them
+    # included: it gets its gradient at once.
+    often = [weight for nodes, group in groups.items() if len(nodes) > 1 for weight in group]
+    branches = [_Branch(group, next(iter(nodes))) for nodes, group in groups.items() if len(nodes) == 1]
     handles = []
-    by_node: dict[Any, list[_Branch]] = defaultdict(list)
     for branch in branches:
-        for node in branch.nodes:
-            by_node[node].append(branch)
-    for node, interested in by_node.items():
 
-        def keep(arriving: Any, node: Any = node, interested: list[_Branch] = interested) -> None:
-            for branch in interested:
-                branch.arrived[id(node)] = tuple(arriving)
+        def keep(arriving: Any, branch: _Branch = branch) -> None:
+            branch.arrived = tuple(arriving)
 
-        handles.append(node.register_prehook(keep))
+        handles.append(branch.node.register_prehook(keep))
     try:
-        torch.autograd.backward(roots, gradients, retain_graph=True, inputs=[*inputs, *now])
+        torch.autograd.backward(roots, gradients, retain_graph=True, inputs=[*inputs, *now, *often])
     finally:
         for handle in handles:
             handle.remove()
@@ -93,25 +91,12 @@ def backward_input(
 
 
 def _run(branch: _Branch, weights: list[nn.Parameter], *, keep: bool) -> None:
-    edges, gradients = [], []
-    for node in branch.nodes:
-        for number, gradient in enumerate(branch.arrived.get(id(node), ())):
-            if gradient is not None:
-                edges.append(GradientEdge(node, number))
-                gradients.append(gradient)
-    if not edges:
-        return
-    handles = []
-    if len(branch.nodes) > 1:  # of two such nodes one may lie behind the other: what arrives there is known already
-        for node in branch.nodes:
-            known = branch.arrived.get(id(node))
-            if known is not None:
-                handles.append(node.register_prehook(lambda arriving, known=known: known))
-    try:
+    pairs = [
+        (GradientEdge(branch.node, n), gradient) for n, gradient in enumerate(branch.arrived) if gradient is not None
+    ]
+    if pairs:
+        edges, gradients = zip(*pairs, strict=True)
         torch.autograd.backward(edges, gradients, retain_graph=keep, inputs=weights)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _behind(roots: Iterable[Any]) -> dict[Any, list[Any]]:
