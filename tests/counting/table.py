@@ -84,7 +84,7 @@ class Table:
         """
         setting, kind, words = self.setting, name.split()[0], name.split()[1:]
         if setting.group == 1:
-            return (self.compute * self.total if self.compute < STORED else 0), STORED * self.total
+            return (self.compute * self.total if self.compute < STORED else 0), self._whole_gradients(kind, words)
         if kind == "optimizer":
             return 0, STORED * self.total // setting.group
         microbatch = int(words[0])
@@ -103,10 +103,23 @@ class Table:
         for microbatch in range(self.setting.microbatches):
             names += [f"before {microbatch}", f"forward {microbatch} end"]
             names += [f"forward {microbatch} block {block}" for block in range(BLOCKS)]
-            reduced = self.setting.zero > 1 or microbatch == self.setting.microbatches - 1
+            last = microbatch == self.setting.microbatches - 1
+            reduced = self.setting.world > 1 and (self.setting.zero > 1 or last)
             for position in range(len(self.units) + 1):
                 names += [f"arrived {microbatch} {position}"] + [f"reduce {microbatch} {position}"] * reduced
         return names
+
+    def _whole_gradients(self, kind: str, words: list[str]) -> int:
+        """Bytes of whole gradients: in flat buckets all the step long; of one process, as its first backward makes
+        them. Later ones are added to them, and those of bf16 copies are stored wider at once."""
+        if self.setting.world > 1 or kind == "optimizer" or int(words[0]) > 0:
+            return STORED * self.total
+        if kind != "arrived":
+            return 0
+        position = int(words[1])
+        is_root = position == len(self.units)
+        made = [*reversed(self.units), self.root][: position + 1]
+        return STORED * (sum(made) + (0 if is_root else self.after_blocks))
 
     def _gathered_forward(self, microbatch: int, kind: str, words: list[str]) -> int:
         """Parameters that are gathered before a microbatch, before a block's forward, or after the last."""

@@ -56,7 +56,8 @@ def test_C8_microbatches_of_unequal_size_weigh_by_their_tokens() -> None:
 
 
 def test_C10_widths_of_fewer_channels_than_ranks_are_refused() -> None:
-    for text in run_ranks(4, refused, Case(world=4, tp=4), {"num_attention_heads": 4, "intermediate_size": 3}):
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 3}
+    for text in run_ranks(4, refused, Case(world=4, tp=4), sizes):
         assert "tp=4 over the 3 channels of model.layers.0.mlp" in text
         assert "set tp to 3 or less" in text
 

@@ -77,8 +77,8 @@ def test_wrong_arguments_are_refused_at_construction(changes: dict[str, Any], sa
 
 
 def test_a_legal_strategy_without_a_runtime_is_refused() -> None:
-    with pytest.raises(UnsupportedCombination, match="tensor parallelism"):
-        make(strategy=Strategy(tp=2))
+    with pytest.raises(UnsupportedCombination, match="context parallelism"):
+        make(strategy=Strategy(cp=2))
 
 
 def steps(sequences: int = 12) -> None:

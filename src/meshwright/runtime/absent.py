@@ -23,5 +23,5 @@ def leave_out(place: Owner, device: torch.device) -> None:
 
 def absent_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """What stands in a module in place of parameters of its own, by their names there."""
-    marked: dict[str, torch.Tensor] = module.__dict__.get(_MARK, {})
-    return {name: zeros for name, zeros in marked.items() if id(module.__dict__.get(name)) == id(zeros)}
+    found: dict[str, torch.Tensor] = module.__dict__.get(_MARK, {})
+    return {name: zeros for name, zeros in found.items() if module.__dict__.get(name) is zeros}

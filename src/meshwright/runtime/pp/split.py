@@ -8,8 +8,9 @@ first half has computed is not computed again. (After Qi et al., Zero Bubble Pip
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +22,16 @@ __all__ = ["Deferred", "backward_input"]
 
 @dataclass
 class _Branch:
-    """Weights that branch off at the same node, and the gradients that arrived there."""
+    """Weights that branch off at one place: a node of the path, or roots that lead to no input.
+
+    Attributes:
+        node: of the path; None for roots.
+        starts: where their backward starts, and with which gradients: the roots, or what arrived at the node.
+    """
 
     weights: list[nn.Parameter]
     node: Any
-    arrived: tuple[torch.Tensor | None, ...] = ()
+    starts: list[tuple[GradientEdge, torch.Tensor]]
 
 
 class Deferred:
@@ -44,7 +50,7 @@ class Deferred:
             if mine:
                 _run(branch, mine, keep=bool(others))
             if others:
-                kept.append(_Branch(others, branch.node, branch.arrived))
+                kept.append(_Branch(others, branch.node, branch.starts))
         self._branches = kept
 
 
@@ -65,37 +71,41 @@ def backward_input(
     """
     accumulators = {id(weight): get_gradient_edge(weight).node for weight in weights}
     behind = _behind([edge.node for edge in roots])
-    path = _above([get_gradient_edge(tensor).node for tensor in inputs], behind)
+    path = _above([get_gradient_edge(tensor).node for tensor in (*inputs, *now)], behind)
+    apart = defaultdict(list)
+    for edge, gradient in zip(roots, gradients, strict=True):
+        if edge.node not in path:
+            apart[edge.node].append((edge, gradient))
     groups: dict[frozenset[Any], list[nn.Parameter]] = defaultdict(list)
     for weight in weights:
-        nodes = _reached(accumulators[id(weight)], path, behind)
-        if nodes:
-            groups[frozenset(nodes)].append(weight)
-    # A weight that branches off at several nodes would be reached from one through the others, the path between them
-    # included: it gets its gradient at once.
-    often = [weight for nodes, group in groups.items() if len(nodes) > 1 for weight in group]
-    branches = [_Branch(group, next(iter(nodes))) for nodes, group in groups.items() if len(nodes) == 1]
-    handles = []
-    for branch in branches:
-
-        def keep(arriving: Any, branch: _Branch = branch) -> None:
-            branch.arrived = tuple(arriving)
-
-        handles.append(branch.node.register_prehook(keep))
+        above = _above([accumulators[id(weight)]], behind, path)
+        groups[frozenset(above & (path | apart.keys()))].append(weight)
+    # A weight that branches off in several places would be reached from one through the others, with the path between
+    # them: it gets its gradient at once.
+    often = [weight for places, group in groups.items() if len(places) > 1 for weight in group]
+    branches, handles = [], []
+    for place, group in ((next(iter(places)), group) for places, group in groups.items() if len(places) == 1):
+        branch = _Branch(group, None if place in apart else place, list(apart.get(place, ())))
+        branches.append(branch)
+        if branch.node is not None:
+            handles.append(branch.node.register_prehook(partial(_keep, branch)))
     try:
-        torch.autograd.backward(roots, gradients, retain_graph=True, inputs=[*inputs, *now, *often])
+        if path or often:
+            torch.autograd.backward(roots, gradients, retain_graph=True, inputs=[*inputs, *now, *often])
     finally:
         for handle in handles:
             handle.remove()
     return Deferred(branches)
 
 
+def _keep(branch: _Branch, arriving: Sequence[torch.Tensor | None]) -> None:
+    found = ((GradientEdge(branch.node, number), gradient) for number, gradient in enumerate(arriving))
+    branch.starts = [(edge, gradient) for edge, gradient in found if gradient is not None]
+
+
 def _run(branch: _Branch, weights: list[nn.Parameter], *, keep: bool) -> None:
-    pairs = [
-        (GradientEdge(branch.node, n), gradient) for n, gradient in enumerate(branch.arrived) if gradient is not None
-    ]
-    if pairs:
-        edges, gradients = zip(*pairs, strict=True)
+    if branch.starts:
+        edges, gradients = zip(*branch.starts, strict=True)
         torch.autograd.backward(edges, gradients, retain_graph=keep, inputs=weights)
 
 
@@ -116,27 +126,14 @@ def _behind(roots: Iterable[Any]) -> dict[Any, list[Any]]:
     return found
 
 
-def _above(nodes: Iterable[Any], behind: dict[Any, list[Any]]) -> set[Any]:
-    """Every node from which one of `nodes` is reached, themselves included."""
+def _above(nodes: Iterable[Any], behind: dict[Any, list[Any]], ends: Container[Any] = ()) -> set[Any]:
+    """Every node from which one of `nodes` is reached, themselves included; nothing is looked for above `ends`."""
     found = set(nodes)
-    left = list(found)
+    left = [node for node in found if node not in ends]
     while left:
         for node in behind.get(left.pop(), ()):
             if node not in found:
                 found.add(node)
-                left.append(node)
+                if node not in ends:
+                    left.append(node)
     return found
-
-
-def _reached(weight: Any, path: set[Any], behind: dict[Any, list[Any]]) -> list[Any]:
-    """The first nodes of the path on the ways from a weight upwards."""
-    found: dict[Any, None] = {}
-    seen, left = {weight}, [weight]
-    while left:
-        for node in behind.get(left.pop(), ()):
-            if node in path:
-                found[node] = None
-            elif node not in seen:
-                seen.add(node)
-                left.append(node)
-    return list(found)
