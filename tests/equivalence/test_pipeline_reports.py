@@ -54,9 +54,12 @@ def test_C4_no_layer_is_lost(stages: tuple[int, ...]) -> None:
 
 def test_C5_options_of_stages_without_effect_are_errors() -> None:
     """A number of layers for the last stage trained only those, without any pipeline."""
-    for options in ({"stages": (5,)}, {"virtual_stages": 2}, {"schedule": "1f1b"}):
+    for options in ({"virtual_stages": 2}, {"schedule": "1f1b"}):
         with pytest.raises(ConfigError, match="no effect"):
             Strategy(**options)
+    one = Case(world=1, stages=(3,))
+    with pytest.raises(ConfigError, match="stages=3 for a model of 5 blocks with pp=1"):
+        build_engine(one)
 
 
 def test_C6_seven_layers_on_two_stages() -> None:

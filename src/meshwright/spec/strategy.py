@@ -249,12 +249,6 @@ class Strategy:
                 why="a pipeline schedule orders the work of several stages",
                 fix="set pp above 1, or leave schedule out",
             )
-        if self.pp == 1 and self.stages:
-            raise ConfigError(
-                f"stages={','.join(map(str, self.stages))} has no effect with pp=1",
-                why="blocks are laid over the stages of a pipeline, and there is none",
-                fix="set pp above 1, or leave stages out",
-            )
         if self.pp > 1 and single:
             raise ConfigError(
                 f"pp={self.pp} needs a pipeline schedule",
