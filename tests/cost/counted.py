@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.cost import StepMemory
+from meshwright.cost.communication import count_collectives
 from meshwright.models import Decoder, DecoderConfig, token_loss
 from meshwright.runtime import Engine
 from meshwright.spec import DecoderShape, Job, Layout, ModelSpec, Strategy, describe
@@ -49,11 +50,13 @@ GPT2: dict[str, Any] = {
 
 
 class Counted(NamedTuple):
-    """What one rank counted: bytes at the largest moment of a step, collectives of a step, bytes of its buffers."""
+    """What one rank counted: bytes at the largest moment of a step, collectives of a step, bytes of its buffers, and the
+    largest bytes of each category at any moment."""
 
     peak: dict[str, int]
     collectives: dict[str, int]
     buffers: int
+    largest: dict[str, int]
 
 
 class Unseen(nn.Module):
@@ -131,10 +134,14 @@ def count(name: str, tied: bool, job: Job, strategy: Strategy, steps: int = 2) -
     if name in ("unseen", "frozen"):
         batch = torch.zeros(*shape, 24), torch.zeros(*shape, 7)
     engine.step(batch)
-    reports = [engine.step(batch) for _ in range(steps)]
+    reports, largest = [], []
+    for _ in range(steps):
+        reports.append(engine.step(batch))
+        largest.append(engine.category_peaks)
     least = min((report.peak_bytes for report in reports), key=lambda peak: peak["total"])
+    every = {kind: min(peaks[kind] for peaks in largest) for kind in largest[0]}
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in engine.model.buffers())
-    return Counted(least, reports[-1].collectives, buffers)
+    return Counted(least, reports[-1].collectives, buffers, every)
 
 
 def compare(
@@ -145,17 +152,21 @@ def compare(
     *,
     token_bytes: int = 8,
     activations: float = ACTIVATIONS,
+    rank: int = 0,
 ) -> None:
-    """Hold what is predicted of the first rank against what it counted.
+    """Hold what is predicted of a pipeline rank against what it counted.
 
     Args:
         token_bytes: what a token of the batch takes.
         activations: how far saved activations may be off, relative.
     """
-    peak, collectives, buffers = counted
-    memory = StepMemory(model, job, strategy).ranks[0]
-    assert collectives == price(model, job, strategy).collectives
-    counters = 4 * sum(len(block.tensors) for block in model.blocks)
+    peak, collectives, buffers, _ = counted
+    step = StepMemory(model, job, strategy)
+    memory = step.ranks[rank]
+    assert collectives == count_collectives(model, job, strategy, step, rank)[0]
+    if strategy.pp == 1:
+        assert collectives == price(model, job, strategy).collectives
+    counters = 4 * sum(len(block.tensors) for stage in memory.stages for block in stage.blocks)
     assert peak["parameters"] == pytest.approx(memory.parameters + buffers, rel=STATES)
     assert peak["optimizer"] == pytest.approx(memory.optimizer + counters, rel=STATES)
     assert peak["total"] == pytest.approx(memory.peak_bytes + buffers + counters, rel=TOTAL)

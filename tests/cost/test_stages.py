@@ -161,10 +161,11 @@ def test_activations_in_flight_are_those_of_the_schedule(
     per_layer = model.layers[0].saved_bytes["none"]
     for rank, expected in zip(ranks[1:-1], in_flight[1:-1], strict=True):
         layer = model.layers[0]
-        held = 2 * per_layer
-        most = max(moment.activations for moment in rank.moments())
+        # Each stage makes the tables of positions anew; two messages were sent last, one is received next.
+        held = 2 * per_layer + model.blocks[0].fixed_bytes
+        most = max(moment.activations for moment in rank.moments()) - 3 * layer.output_bytes
         if schedule == "zb-h1":
-            # Of some only inputs and output gradients of matrix products wait for the weight half: less than was kept.
+            # Of some only inputs and output gradients of products and norms wait for the weight half: less than was kept.
             assert layer.waiting_bytes < per_layer
             assert expected * 2 * layer.waiting_bytes < most <= expected * held + layer.output_bytes
         else:

@@ -184,7 +184,7 @@ def refused(arguments: Sequence[str | Path], *told: str) -> None:
         (("llama-3-8b", "--strategy", "dp=8 tp=2"), "for example dp=4 tp=2"),
         (("llama-3-8b", "--strategy", "dp=2 tp=8"), "a smaller dp and tp"),
         (("llama-3-8b", "--strategy", "tp=2", "--sharding", "up"), "--sharding 'up' is no annotation"),
-        (("llama-3-8b", "--strategy", "pp=2 schedule=1f1b"), "is not executable yet"),
+        (("llama-3-8b", "--strategy", "cp=2"), "is not executable yet"),
         (("llama-3-8b", "--strategy", "dp=64 zero=3"), "at most 8"),
         (("llama-3-8b", "--strategy", "dp=2 zeros=3"), "unknown key"),
         (("llama-3-8b", "--strategy", "two ranks"), "is not an assignment"),

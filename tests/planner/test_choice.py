@@ -134,10 +134,12 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 
 def test_a_strategy_that_is_not_executable_is_marked() -> None:
-    made = plan(4, BIG, "pp=2", executable=False)
+    made = plan(4, BIG, "cp=2", executable=False)
     assert not made.executable
     assert plan(4, BIG).executable
-    assert plan(4, BIG).strategy.pp == 1
+    piped = plan(4, BIG, "pp=2")
+    assert piped.executable
+    assert piped.strategy.schedule != "single"
 
 
 def test_planning_imports_no_torch() -> None:

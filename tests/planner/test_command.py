@@ -106,10 +106,10 @@ def test_options_take_the_place_of_the_job_files_values() -> None:
 
 def test_a_job_file_is_planned_within_what_train_executes() -> None:
     assert json.loads(run("job.toml", "--json").output)["executable"]
-    assert not json.loads(run("job.toml", "--pin", "pp=2", "--any", "--json").output)["executable"]
-    refused = run("job.toml", "--pin", "pp=2")
+    assert not json.loads(run("job.toml", "--pin", "cp=2", "--any", "--json").output)["executable"]
+    refused = run("job.toml", "--pin", "cp=2")
     assert refused.exit_code == 2
-    assert "pipeline parallelism (pp=2) is not executable yet" in refused.stderr
+    assert "context parallelism (cp=2) is not executable yet" in refused.stderr
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

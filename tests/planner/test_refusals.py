@@ -70,12 +70,10 @@ def test_pins_that_cannot_be_right(pins: list[str], what: str) -> None:
 @pytest.mark.parametrize(
     ("pins", "what"),
     [
-        (["pp=2"], "pipeline parallelism (pp=2)"),
-        (["pp=2", "schedule=gpipe"], "pipeline parallelism (pp=2)"),
         (["cp=2"], "context parallelism (cp=2)"),
         (["ep=2"], "ep=2, but decoder has no experts"),
         (["offload.optimizer=host"], "offload to host or disk"),
-        (["gather=step"], "gather=step"),
+        (["gather=step", "pp=1"], "gather=step"),
     ],
 )
 def test_legal_pins_that_are_not_executable_yet(pins: list[str], what: str) -> None:
@@ -108,7 +106,8 @@ def test_C2_a_global_batch_that_does_not_divide_says_which_number_came_from_wher
     assert "252 or 259" in pinned.fix
     assert "1 or 2 or 4" in pinned.fix
     # Where nothing is pinned the planner takes the ranks that divide, and says what all seven would need.
-    made = make_plan(SMALL, cluster(7, BIG), job, parse_assignments(["tp=1"], option="--pin"), executable=True)
+    pins = parse_assignments(["tp=1", "pp=1"], option="--pin")
+    made = make_plan(SMALL, cluster(7, BIG), job, pins, executable=True)
     assert made.strategy.dp == 4
     assert make_plan(SMALL, cluster(7, BIG), job, executable=True).strategy.world_size == 6  # dp=2 tp=3
     left_out = next(entry for entry in made.rejected if entry.strategy == "dp=7,6,5")

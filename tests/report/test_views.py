@@ -70,7 +70,7 @@ def test_a_plan_shows_the_ranking_its_price_and_its_reasons(width: int) -> None:
 @pytest.mark.parametrize("width", [80, 120])
 def test_long_strategies_and_large_numbers_stay_inside(width: int) -> None:
     job = Job(global_batch=64, sequence=128, compute_dtype="bfloat16")
-    pins = parse_assignments(["pp=2 schedule=interleaved-1f1b zero=1"], option="--pin")
+    pins = parse_assignments(["pp=2 schedule=interleaved-1f1b zero=1 cp=2"], option="--pin")
     plan = make_plan(SMALL, parse_cluster("8xH100-80GB:16"), job, pins, most=3, with_changes=True)
     flat = " ".join(shown(plan_view(plan), width).split())
     assert "does not execute it" in flat

@@ -27,7 +27,7 @@ def test_a_file_becomes_a_whole_schedule(tmp_path: Path) -> None:
     path.write_text(" 0F0 ,0F1,,0I0,0W0,0B1\n,1F0,1B0,(1F1;1B1)OVERLAP_F_B\n\n")
     mine = read_schedule(path, units=2, zero=3, shard=2, dp=2)
     assert (mine.name, mine.microbatches, mine.stage_ranks) == ("mine", 2, (0, 1))
-    assert (mine.count("gather", 0), mine.count("reduce", 0), mine.count("send", 0)) == (10, 4, 2)
+    assert (mine.count("gather", 0), mine.count("reduce", 0), mine.count("send", 0)) == (8, 4, 2)
     assert [a.kind for a in mine.ranks[1] if a.peer is None and a.kind in ("forward", "backward")] == [
         "forward",
         "backward",

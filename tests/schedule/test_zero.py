@@ -87,7 +87,9 @@ def test_every_variant_moves_and_holds_what_the_table_says(name: str) -> None:
         assert traffic(variant(name, 2), stage) == (WEIGHT, M * GRADIENT, WEIGHT, 0)
         windowed = math.ceil(M / 3) * GRADIENT
         assert traffic(variant(name, 2, reduce="window", window=3), stage) == (WEIGHT, windowed, WEIGHT, GRADIENT)
-        assert traffic(variant(name, 3), stage) == (PASSES[name] * M * WEIGHT, M * GRADIENT, 0, 0)
+        # The first stage does all of its backward in the weight half.
+        passes = PASSES[name] if stage else 2
+        assert traffic(variant(name, 3), stage) == (passes * M * WEIGHT, M * GRADIENT, 0, 0)
         assert traffic(variant(name, 3, gather="step"), stage) == (WEIGHT, M * GRADIENT, WEIGHT, 0)
         assert traffic(variant(name, 3, gather="step", reduce="window"), stage)[1] == windowed
 

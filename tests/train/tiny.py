@@ -47,7 +47,14 @@ def corpus(folder: Path, files: int = 7, size: int = 911) -> Path:
 
 
 def run_folder(
-    path: Path, strategy: str, data: Path, *, dtype: Any = "float32", batch: int = 12, **train: Any
+    path: Path,
+    strategy: str,
+    data: Path,
+    *,
+    dtype: Any = "float32",
+    batch: int = 12,
+    shape: DecoderShape = SHAPE,
+    **train: Any,
 ) -> RunFolder:
     """A prepared run folder whose plan is the given strategy."""
     from meshwright.spec import parse_strategy
@@ -65,10 +72,10 @@ def run_folder(
         reduce_dtype=dtype,
     )
     chosen: Strategy = parse_strategy(strategy)
-    model = ModelReference(name="decoder", parameters=0, decoder=SHAPE)
+    model = ModelReference(name="decoder", parameters=0, decoder=shape)
     plan = Plan(model=model, cluster=this_machine(), job=job, strategy=chosen, cost=NO_COST, provenance=NO_SOURCE)
     wanted = JobFile(
-        model=SHAPE,
+        model=shape,
         job=job,
         data=DataSpec(path=str(data), validation_every=5),
         train=TrainSpec(**{"out": str(path), **train}),

@@ -6,7 +6,7 @@ from collections import Counter
 
 from meshwright.cost.memory import RankMemory, StepMemory
 from meshwright.cost.play import unit_counts
-from meshwright.cost.states import summed_elements
+from meshwright.cost.states import shard_group, summed_elements
 from meshwright.schedule import stage_ranks
 from meshwright.spec import DTYPE_BYTES, Job, ModelSpec, Strategy
 
@@ -21,9 +21,9 @@ Counts = tuple[Counter[str], Counter[str]]
 
 
 def count_collectives(
-    model: ModelSpec, job: Job, strategy: Strategy, memory: StepMemory
+    model: ModelSpec, job: Job, strategy: Strategy, memory: StepMemory, pipeline_rank: int | None = None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Counts and bytes of one step's collectives by kind, on the pipeline rank that needs most memory.
+    """Counts and bytes of one step's collectives by kind, on a pipeline rank; None: the one that needs most memory.
 
     Bytes are those of the whole, unsharded message, padding included: a gather of a unit moves it in the compute dtype,
     a reduce in the reduce dtype. The all-reduces of hybrid sharding move this rank's share of each unit. Kinds that do
@@ -33,10 +33,11 @@ def count_collectives(
         Two mappings, the counts and the bytes, from `all_gather`, `reduce_scatter`, `all_reduce`, `statistics`; under
         pipelining `send` and `receive`; and those of model parallelism by dimension and kind, such as `tp_all_reduce`.
     """
-    rank = memory.worst
+    rank = memory.worst if pipeline_rank is None else memory.ranks[pipeline_rank]
     totals: Counts = Counter(), Counter()
     _zero(memory.ranks.index(rank), memory, job, strategy, totals)
     _messages(rank, memory, strategy, totals)
+    _tied(rank, memory, job, strategy, totals)
     _model_parallel(rank, memory, strategy, totals)
     _shares(rank, job, strategy, totals)
     if strategy.world_size > 1:
@@ -74,6 +75,15 @@ def _messages(rank: RankMemory, memory: StepMemory, strategy: Strategy, totals: 
                 size = strategy.microbatch * memory.stages[min(stage.index, other)].blocks[-1].output_bytes
                 for kind in ("send", "receive"):
                     _add(totals, kind, memory.microbatches, size)
+
+
+def _tied(rank: RankMemory, memory: StepMemory, job: Job, strategy: Strategy, totals: Counts) -> None:
+    """The gradients of a weight that stages on two ranks hold are summed over these, each rank's share."""
+    for stage in memory.stages:
+        here = any(held.index in (0, stage.index) for held in rank.stages)
+        if here and stage.copied_parameters and not stage.borrowed_parameters:
+            share = -(-stage.copied_parameters // shard_group(strategy))
+            _add(totals, "all_reduce", 1, DTYPE_BYTES[job.param_dtype] * share)
 
 
 def _model_parallel(rank: RankMemory, memory: StepMemory, strategy: Strategy, totals: Counts) -> None:

@@ -114,7 +114,7 @@ class Floors(Lines):
         kind: Collective = "reduce_scatter" if sharded else "all_reduce"
         streams = reduces * sent_s(kind, r, rank, over, wires.experts)
         beside = reduces * sent_s(kind, r, rank, near, wires.near_experts)
-        if sharded and strategy.zero == 3 and not strategy.prefetch:
+        if sharded and strategy.zero == 3 and strategy.gather == "unit" and not strategy.prefetch:
             busy += 2 * count * sent_s("all_gather", c, rank, wires.zero, wires.experts)
             beside = 0.0
         elif sharded:
@@ -215,7 +215,7 @@ class Floors(Lines):
             return self.schedule_s(strategy)
         line, count = self._line(strategy), self._line(strategy).microbatches
         flow, sharded = self._flow(line, strategy), shard_group(strategy) > 1
-        waits = strategy.zero == 3 and sharded and not strategy.prefetch
+        waits = strategy.zero == 3 and sharded and strategy.gather == "unit" and not strategy.prefetch
         gathers = 0.0 if waits else self._gathers(strategy, count)
         reduces = self._reduces(strategy, count)
         busy = line.busy_s + count * self._added_s(strategy, count, line.trained)

@@ -148,7 +148,9 @@ def _load(
             if strategy.schedule == "zb-h1":  # weight halves wait for as many microbatches as there are ranks before
                 waiting = min(microbatches - 1, rank)
                 kept += batch * waiting * sheet.waiting(start, size, again)
-            logits += batch * sheet.logits * (flight if strategy.schedule in _ALL_AT_ONCE else 1)
+            logits += batch * sheet.logits
+            if strategy.schedule in _ALL_AT_ONCE:
+                logits += batch * sheet.model.loss_bytes * (flight - 1)
         else:
             working = batch * sheet.working(start + size - 1, policy if start + size <= again else "none")
     flying = sum(flights.values()) + waiting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
+from itertools import pairwise
 from operator import mul
 
 from meshwright.cost.held import adapted, stage_moments
@@ -42,10 +43,14 @@ class RankMemory:
     """
 
     def __init__(
-        self, stages: tuple[Stage, ...], moments: dict[int, StageMoments], find: Callable[[], Occasions]
+        self,
+        stages: tuple[Stage, ...],
+        moments: dict[int, StageMoments],
+        find: Callable[[], Occasions],
+        message_bytes: int = 0,
     ) -> None:
         self.stages = stages
-        self._moments, self._find = moments, find
+        self._moments, self._find, self._message_bytes = moments, find, message_bytes
         self._places = {stage.index: at for at, stage in enumerate(stages)}
         self._besides: dict[tuple[int, tuple[Progress, ...]], Moment] = {}
         states = [stage.states for stage in moments.values()]
@@ -156,6 +161,7 @@ class RankMemory:
         activations = sum(map(mul, held, [*(one for one, _ in kept), *(stage.waiting for stage in stages)]))
         logits = sum(map(mul, held, (one for _, one in kept)))
         beside = self._beside(occasion)
+        activations += self._message_bytes
         return Moment(beside.phase, beside.gradients, beside.reduced, beside.gathered, activations, logits)
 
     def _largest(self, situation: _Situation) -> Moment:
@@ -202,7 +208,7 @@ class StepMemory:
             layers = sum(block.kind == "layer" for block in stage.blocks)
             here = min(recomputed, layers)
             recomputed -= here
-            key = (stage.alike or stage.index, stage.loss_bytes, here)
+            key = (stage.alike or stage.index, not stage.index, stage.loss_bytes, here)
             if key not in alike:
                 alike[key] = stage_moments(stage, job, strategy, convention, recomputed=here)
             moments[stage.index] = alike[key]
@@ -211,9 +217,21 @@ class StepMemory:
         for rank in range(strategy.pp):
             held = tuple(stage for stage in self.stages if lies[stage.index] == rank)
             find = partial(occasions, strategy.schedule, strategy.pp, self.microbatches, strategy.virtual_stages, rank)
-            ranks.append(RankMemory(held, {stage.index: moments[stage.index] for stage in held}, find))
+            own = {stage.index: moments[stage.index] for stage in held}
+            ranks.append(RankMemory(held, own, find, self._messages(lies, rank, strategy.microbatch)))
         self.ranks = tuple(ranks)
         self.moments_of = moments
+
+    def _messages(self, lies: tuple[int, ...], rank: int, sequences: int) -> int:
+        """Bytes of messages of a pipeline rank: what it has sent last to each other one, and what it receives next."""
+        sizes: dict[int, int] = {}
+        for index, other in pairwise(range(len(lies))):
+            ends = {lies[index], lies[other]}
+            if rank in ends and len(ends) > 1:
+                (peer,) = ends - {rank}
+                size = sequences * self.stages[index].blocks[-1].output_bytes
+                sizes[peer] = max(sizes.get(peer, 0), size)
+        return sum(sizes.values()) + max(sizes.values(), default=0)
 
     @cached_property
     def worst(self) -> RankMemory:

@@ -81,7 +81,9 @@ class StageMoments:
         # Gradients of the root unit that the head makes first; they wait whole until the embedding's follow. That of a
         # tied weight waits inside autograd for its second part.
         self._early_root = self._c * sum(block.trained_parameters for block in self._head)
-        self._early_tied = self._c * sum(block.tied_parameters for block in self._head)
+        self._early_tied = self._c * sum(block.tied_parameters for block in self._head) if self._entrance else 0
+        #: The first stage has nobody to hand a gradient to: all of its backward is in the weight half.
+        self._first = stage.index == 0 and strategy.pp > 1
         self._away = strategy.offload.activations == "host"
         kept = [self._batch * _saved(block, self._policy(index)) for index, block in enumerate(self.layers)]
         self._saved = Sums(kept)
@@ -89,15 +91,20 @@ class StageMoments:
         logits = self._batch * (sum(block.output_bytes for block in self._head) + stage.loss_bytes)
         #: Activations that a forward sends to the host, for each microbatch in flight.
         self.sent = self._layers_saved(range(len(self.layers))) if self._away else 0
-        #: Activations and logits at the end of a forward, and what of them is left behind until the backward.
+        #: Activations and logits at the end of a forward, and what of them is left behind until the backward: of the
+        #: logits what the loss keeps.
         self._full = self._kept[-1], logits
-        self.kept = self._kept[-1] - (self._layers_saved(self._near(len(self.layers))) if self._away else 0), logits
+        away = self._layers_saved(self._near(len(self.layers))) if self._away else 0
+        self.kept = self._kept[-1] - away, self._batch * stage.loss_bytes
+        self._defers = bool(self._head) or any(self._policy(index) == "none" for index in range(len(self.layers)))
         weights = [self._waiting(block, index) for index, block in enumerate(self.layers)]
         self._weights = Sums(weights)
         #: Whether an input half makes gradients of weights: a block that recomputes runs both halves at once.
-        self.fused = any(self._policy(index) != "none" for index in range(len(self.layers)))
+        self.fused = not self._first and any(self._policy(index) != "none" for index in range(len(self.layers)))
         #: Activations that wait from the input half of a backward to its weight half.
         self.waiting = self._weights.all + sum(self._waiting(block, None) for block in self._head)
+        if self._first:
+            self.waiting = self.kept[0]
         #: The layers among which an action's largest moment is.
         self.telling = self._ends_of_runs(stage)
         self.largest_unit = self._c * max(self.states.wholes[1:], default=0)
@@ -122,7 +129,7 @@ class StageMoments:
         Where activations go to the host, those of two layers are here: one is worked on, one is on its way.
         """
         around = self._batch * sum(_saved(block, "none") for block in self._entrance)
-        around += sum(block.fixed_bytes for block in stage.blocks)
+        around += sum(block.fixed_bytes for block in stage.blocks) + stage.around_bytes
         before, after = [], []
         for index in range(len(self.layers)):
             before.append(around + self._layers_saved(self._near(index)[-1:] if self._away else range(index)))
@@ -153,8 +160,8 @@ class StageMoments:
         return self._saved.to(layers.stop) - self._saved.to(layers.start) if layers else 0
 
     def _waiting(self, block: BlockSpec, index: int | None) -> int:
-        if index is not None and self._policy(index) != "none":
-            return 0
+        if index is not None and self._policy(index) != "none":  # kept as long as the graph is
+            return self._batch * _saved(block, "full") if self._defers else 0
         if block.waiting_bytes:
             return self._batch * block.waiting_bytes
         return self._batch * _saved(block, "none" if index is None else self._policy(index))
@@ -183,6 +190,12 @@ class StageMoments:
             earlier: gradients of earlier microbatches are there.
             last: no backward of this stage follows in this step.
         """
+        if self._first and half == "input":
+            held = self.idle(begun=True, ended=False, earlier=earlier)
+            yield Moment("backward", 0, 0, 0, *self._full).plus(held)
+            return
+        if self._first:
+            half = ""
         if half == "weight":
             yield from self._weight_half(layers, earlier=earlier, last=last)
             return
@@ -195,10 +208,12 @@ class StageMoments:
             state = (earlier, last, waits)
             base = self._before[index] + self._batch * block.backward_extra_bytes
             base += self.waiting - self._weights.to(index + 1) if split else 0
-            yield self._at(unit, "enter", base + self._batch * _alive(block, self._policy(index)), 0, state)
+            whole = Moment("", self._early(unit) if split else 0, 0, 0, 0, 0)
+            alive = base + self._batch * _alive(block, self._policy(index))
+            yield self._at(unit, "enter", alive, 0, state).plus(whole)
             if index % self._step == 0:
-                yield self._at(unit, "leave", base, 0, state)
-                if not waits:
+                yield self._at(unit, "leave", base, 0, state).plus(whole)
+                if not waits and not split:
                     yield self._at(unit, "reduce", base, 0, state)
         entering = self._before[0] + self._batch * sum(block.backward_extra_bytes for block in self._entrance)
         yield self._at(0, "leave", entering + (self.waiting if split else 0), 0, (earlier, last, split))
@@ -206,18 +221,30 @@ class StageMoments:
             yield self._at(0, "reduce", entering, 0, (earlier, last, split))
 
     def _weight_half(self, layers: Sequence[int], *, earlier: bool, last: bool) -> Iterator[Moment]:
-        head = self.waiting - self._weights.all
+        # Unit by unit, the root unit last: it is neither gathered before, nor has gradients.
+        alone = self.states.sharded and not self._step_gather and self._strategy.gather == "unit"
+        none = self._early_root if self.states.sharded and not (self._end_reduce and earlier) else 0
+        root = self._c * self.states.wholes[0] if alone else 0
+        head, whole = self.waiting - self._weights.all, Moment("", self._early(0) - none, 0, -root, 0, 0)
         for index in reversed(layers):
             if self._policy(index) != "none":
                 continue
             unit = self._unit(index)
-            yield self._at(unit, "enter", head + self._weights.to(index + 1), 0, (earlier, last, False))
+            yield self._at(unit, "enter", head + self._weights.to(index + 1), 0, (earlier, last, False)).plus(whole)
             waiting = head + self._weights.to(index)
             if index % self._step == 0:
-                yield self._at(unit, "leave", waiting, 0, (earlier, last, False))
-                yield self._at(unit, "reduce", waiting, 0, (earlier, last, False))
+                yield self._at(unit, "leave", waiting, 0, (earlier, last, False)).plus(whole)
+                yield self._at(unit, "reduce", waiting, 0, (earlier, last, False)).plus(whole)
         for moment in ("leave", "reduce"):
             yield self._at(0, moment, head, 0, (earlier, last, False))
+
+    def _early(self, unit: int) -> int:
+        """Gradients that an input half has made down to a unit, and that the next weight half reduces: of units that
+        recompute, whole."""
+        if not self.fused or not self.states.sharded or self._end_reduce:
+            return 0
+        stop = self._unit(self.recomputed - 1) + 1
+        return self._r * max(0, self.states.make.to(stop) - self.states.make.to(unit + 1))
 
     def optimizer(self) -> Moment:
         """The optimizer's step: reduced gradients are there, whole copies only where nothing is sharded."""

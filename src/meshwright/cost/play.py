@@ -22,7 +22,7 @@ from meshwright.cost.states import shard_group
 from meshwright.schedule import FOLDED, Kind, Schedule, make_schedule, stage_ranks
 from meshwright.spec import Link, Strategy
 
-__all__ = ["SPLIT", "Play", "StageTimes", "least_s", "program_of", "rounds_left_out", "unit_counts"]
+__all__ = ["HALVES", "SPLIT", "Play", "StageTimes", "least_s", "program_of", "rounds_left_out", "unit_counts"]
 
 #: Rounds of as many microbatches as pipeline ranks after which a schedule repeats itself; one laid out as a V needs
 #: twice as many.
@@ -30,6 +30,8 @@ _STEADY = 2
 _ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
 #: Schedules that split the backward: the last thing a rank does may be a weight half, which nobody waits for.
 SPLIT = ("zb-h1", "interleaved-zb", "zb-v", "dualpipev")
+#: Those of them that split every backward.
+HALVES = SPLIT[:3]
 
 
 class StageTimes(Struct, frozen=True, kw_only=True):

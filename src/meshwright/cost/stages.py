@@ -12,20 +12,30 @@ from meshwright.errors import ConfigError
 from meshwright.schedule import FOLDED
 from meshwright.spec import BlockSpec, ModelSpec, Strategy, even_layers
 
-__all__ = ["Stage", "cut"]
+__all__ = ["Stage", "cut", "shard_group"]
+
+
+def shard_group(strategy: Strategy) -> int:
+    """Ranks over which ZeRO cuts a parameter: the shard group, and the ranks of context parallelism inside it."""
+    return strategy.shard * strategy.cp if strategy.zero else 1
 
 
 class Stage(Struct, frozen=True):
     """One stage: its number over all ranks, its blocks in forward order, and what the loss keeps where it is the last.
 
-    `copied_parameters` counts elements of a tied weight that another stage owns: this stage holds a copy. `alike` are
-    the kinds of its blocks (`ModelSpec.kinds`), which stages that cost the same share; empty where it holds a copy.
+    `copied_parameters` counts elements of a tied weight that another stage owns: this stage holds a copy. Where that
+    other stage is on the same rank, the copy (`borrowed_parameters`) has no optimizer states. `around_bytes` is kept
+    once per microbatch by what stands between blocks, on every stage but the first, whose embedding tells of it.
+    `alike` are the kinds of its blocks (`ModelSpec.kinds`), which stages that cost the same share; empty where it holds
+    a copy.
     """
 
     index: int
     blocks: tuple[BlockSpec, ...]
     loss_bytes: int = 0
     copied_parameters: int = 0
+    borrowed_parameters: int = 0
+    around_bytes: int = 0
     alike: tuple[int, ...] = ()
 
     @property
@@ -57,14 +67,26 @@ def cut(model: ModelSpec, strategy: Strategy) -> tuple[Stage, ...]:
     places = [index for index, block in enumerate(model.blocks) if block.kind == "layer"]
     starts = [0, *(places[sum(sizes[:stage])] for stage in range(1, count))]
     ends = [*starts[1:], len(model.blocks)]
+    around = sum(block.fixed_bytes for block in model.blocks if block.kind == "embedding")
     stages = []
     for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
         blocks = model.blocks[start:end]
-        # A schedule that is laid out as a V has its first and its last stage on one rank: it needs no copy.
-        apart = count > 1 and not (strategy.schedule in FOLDED and index == count - 1)
+        # A schedule that is laid out as a V has its first and its last stage on one rank: it needs a copy only where
+        # ZeRO shards each stage's parameters.
+        folded = strategy.schedule in FOLDED and index == count - 1
+        apart = count > 1 and not (folded and shard_group(strategy) == 1)
         own, copied = _with_copies(blocks, model) if apart else (tuple(blocks), 0)
-        alike = () if copied else model.kinds[start:end]
-        stages.append(Stage(index, own, model.loss_bytes if index == count - 1 else 0, copied, alike))
+        stages.append(
+            Stage(
+                index,
+                own,
+                loss_bytes=model.loss_bytes if index == count - 1 else 0,
+                copied_parameters=copied,
+                borrowed_parameters=copied if folded else 0,
+                around_bytes=around if index else 0,
+                alike=() if copied else model.kinds[start:end],
+            )
+        )
     return tuple(stages)
 
 

@@ -9,15 +9,10 @@ from itertools import accumulate
 
 from msgspec import Struct
 
-from meshwright.cost.stages import Stage
+from meshwright.cost.stages import Stage, shard_group
 from meshwright.spec import DTYPE_BYTES, BlockSpec, Job, Strategy
 
 __all__ = ["States", "Sums", "expert_group", "shard_group", "summed_elements"]
-
-
-def shard_group(strategy: Strategy) -> int:
-    """Ranks over which ZeRO cuts a parameter: the shard group, and the ranks of context parallelism inside it."""
-    return strategy.shard * strategy.cp if strategy.zero else 1
 
 
 def expert_group(strategy: Strategy) -> int:
@@ -84,6 +79,8 @@ class States:
         self.largest = [max((s.largest for s in unit), default=0) for unit in units]
         self.share, self.whole, self.make = Sums(self.shares), Sums(self.wholes), Sums(self.made)
         self.train = Sums(self.trained)
+        #: Of `trained` the copy of a weight whose optimizer states another stage of this rank has.
+        self._borrowed = min(-(-stage.borrowed_parameters // group), self.train.all)
         self._s, self._c = DTYPE_BYTES[job.param_dtype], DTYPE_BYTES[job.compute_dtype]
         self._states = self._s * job.optimizer.state_tensors
         self._offload, self._zero = strategy.offload, strategy.zero
@@ -108,7 +105,8 @@ class States:
     @property
     def optimizer(self) -> int:
         """Bytes of optimizer states at rest on the device."""
-        return self._states * self.train.all if self._offload.optimizer == "device" else 0
+        owned = self.train.all - self._borrowed
+        return self._states * owned if self._offload.optimizer == "device" else 0
 
     def elsewhere(self, tier: str) -> int:
         """Bytes of this rank on the tier `host` or `disk`: gradients and stored weights follow the optimizer."""

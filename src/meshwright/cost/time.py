@@ -10,7 +10,7 @@ from meshwright.cost.compute import Phases, Speeds, speeds
 from meshwright.cost.links import Collective, Placement, collective_s
 from meshwright.cost.memory import recomputed_blocks
 from meshwright.cost.offload import Streams, offload_streams
-from meshwright.cost.play import Play, StageTimes, unit_counts
+from meshwright.cost.play import HALVES, Play, StageTimes, unit_counts
 from meshwright.cost.simulate import Played
 from meshwright.cost.stage_work import StageWork, Workshop
 from meshwright.cost.stages import Stage, cut
@@ -191,11 +191,13 @@ class StepTime:
             layers = sum(block.kind == "layer" for block in stage.blocks)
             here = min(left, layers)
             left -= here
-            key = (stage.alike or stage.index, stage.loss_bytes, here, id(self._speeds[rank]))
+            key = (stage.alike or stage.index, not stage.index, stage.loss_bytes, here, id(self._speeds[rank]))
             if key not in alike:
                 work = shop.stage(stage, here, self._speeds[rank])
                 if self._waits:
-                    work.add("parameter gathers", Phases(self._gather_s(stage), self._gather_s(stage), 0.0))
+                    gather = self._gather_s(stage)
+                    again = gather if self.strategy.schedule in HALVES and stage.index else 0.0
+                    work.add("parameter gathers", Phases(gather, gather, again))
                 alike[key] = work
             found.append(alike[key])
         return tuple(found)
@@ -203,7 +205,7 @@ class StepTime:
     @property
     def _waits(self) -> bool:
         ahead = self.strategy.prefetch > 0 or self._convention is not None
-        return self.strategy.zero == 3 and self._sharded and not ahead
+        return self.strategy.zero == 3 and self._sharded and self.strategy.gather == "unit" and not ahead
 
     @cached_property
     def _units(self) -> tuple[int, ...]:
@@ -214,8 +216,11 @@ class StepTime:
     @cached_property
     def _play(self) -> Play:
         alike = {id(work): work.all for work in self._work}
+        phases = [alike[id(work)] for work in self._work]
+        if len(phases) > 1:  # the first stage does all of its backward in the weight half
+            phases[0] = Phases(phases[0].forward, 0.0, phases[0].backward)
         times = StageTimes(
-            phases=tuple(alike[id(work)] for work in self._work),
+            phases=tuple(phases),
             gather=tuple(0.0 if self._waits else self._gather_s(stage) for stage in self._stages),
             reduce=tuple(self._reduce_s(stage) for stage in self._stages),
         )

@@ -29,6 +29,8 @@ __all__ = ["Recorder", "Tally"]
 
 _UNWRITTEN = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather"})
+#: With a weight for each channel: `mul` is the last step of a norm that is written out.
+_NORMS = frozenset({"mul", "native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm"})
 _FILLS = frozenset({"fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", "random_"})
 
 
@@ -41,7 +43,7 @@ class Tally:
     each operation reads its inputs and writes its outputs once, views nothing. `kept`: storages that autograd keeps.
     `products`: storages of what selective recompute keeps, `unasked` those made after the last tensor that autograd
     keeps: a second forward stops before them. `weight_inputs`, `weight_outputs_bytes`: inputs of products
-    with a trained weight, and bytes of their outputs. `read`: storages that were read; `made`: those that were
+    and norms with a trained weight, and bytes of their outputs. `read`: storages that were read; `made`: those that were
     written, where this is asked for. `work`: products and attention of the forward; `element_bytes` and
     `backward_element_bytes`: what all else read and wrote, `kernels` and `backward_kernels`: operations of any kind.
     """
@@ -191,6 +193,11 @@ class Recorder(TorchDispatchMode):
             self._keep_product(written)
         if name in PRODUCTS:
             self._note_weight(read, written)
+        elif name in _NORMS and any(self._parameters.get(key) for key in sources):
+            # What a norm says of rows is kept as its input is; a gradient arrives of its first output alone.
+            kept = [tensor for tensor in (*read, *written[1:]) if tensor.dim() >= 2]
+            tally.weight_inputs.update(self.activations(kept))
+            tally.weight_outputs_bytes += written[0].nbytes
 
 
 def _moved(name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> int:

@@ -17,7 +17,8 @@ __all__ = ["CountedAllGather", "CountedReduceScatter", "Traffic"]
 
 
 class Traffic:
-    """Counts collectives by kind (`all_gather`, `reduce_scatter`, `all_reduce`, `statistics`), and tells who listens.
+    """Counts collectives by kind (`all_gather`, `reduce_scatter`, `all_reduce`, `statistics`, `send`, `receive`), and
+    tells who listens.
 
     `buffer_moment` is called inside each reduce-scatter, when its buffers are alive: a moment to count memory.
     """

@@ -17,6 +17,9 @@ is split: its weight half reads the weights once more), and per unit and step:
 | 2, 3 | window | one every w microbatches, and at the last backward | within a window |
 | 2, 3 | microbatch | m | never |
 
+The first stage has nobody to hand a gradient to: its backward-input does nothing, and needs no units; all of its backward
+is in the weight half, so that c is 2 there.
+
 Gradients are there once a backward or a backward-weight has run. The run of `chunk` does not end where a rank turns
 from forwards to backwards on one stage: with one stage a rank it is the whole step. Looped breadth-first thus gathers
 each stage twice a step, and the stage that a rank turns on once.
@@ -27,7 +30,12 @@ from __future__ import annotations
 from meshwright.errors import ConfigError
 from meshwright.schedule.action import COMPUTE, Action
 
-__all__ = ["Zero"]
+__all__ = ["Zero", "needs_units"]
+
+
+def needs_units(action: Action) -> bool:
+    """Whether a compute action computes with weights: all do but the first stage's backward-input, which is nothing."""
+    return action.stage > 0 or action.kind != "backward-input"
 
 
 class Zero:
@@ -80,7 +88,11 @@ class Zero:
         """
         if not (self.sharded or self.reduces):
             return actions
-        computes = [i for i, action in enumerate(actions) if action.kind in COMPUTE and action.stage in holding]
+        computes = [
+            i
+            for i, action in enumerate(actions)
+            if action.kind in COMPUTE and action.stage in holding and needs_units(action)
+        ]
         gathers, releases = self._gathers(actions, computes) if self.sharded else (set(), set())
         reduces = self._reduces(actions, computes) if self.reduces else set()
         placed = []
@@ -97,7 +109,7 @@ class Zero:
     def around(self, computes: list[Action]) -> tuple[set[int], set[int]]:
         """Of a rank's compute actions those before which their stage is gathered, and after which it is reduced, by
         their places, where every stage has units."""
-        every = list(range(len(computes)))
+        every = [index for index, action in enumerate(computes) if needs_units(action)]
         gathers = self._gathers(computes, every)[0] if self.sharded else set()
         return gathers, self._reduces(computes, every) if self.reduces else set()
 

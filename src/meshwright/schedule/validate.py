@@ -6,6 +6,7 @@ from operator import itemgetter
 
 from meshwright.errors import PlanError
 from meshwright.schedule.action import Action, Schedule
+from meshwright.schedule.units import needs_units
 
 __all__ = ["validate"]
 
@@ -22,7 +23,8 @@ def validate(schedule: Schedule) -> None:
       that makes it, to the rank of the other stage, and received there once, before the action that needs it. Stages
       on one rank send nothing and run in the order of their needs.
     - A unit is gathered only while released and released only while gathered; a stage that is gathered at all is whole
-      at each of its compute actions, and released at the end. A unit is reduced only where a backward (or
+      at each of its compute actions (the first stage's backward-input, which does nothing, aside), and released at the
+      end. A unit is reduced only where a backward (or
       backward-weight) has made a gradient since its last reduce, and where a stage is reduced at all no gradient is
       left over.
     - No deadlock under rendezvous in program order: each rank does its actions strictly one after the other, and a send
@@ -214,7 +216,11 @@ class _Units:
 
     def compute(self, action: Action) -> None:
         stage = action.stage
-        if stage in self.sharded and len(self.gathered[stage]) < self.check.schedule.units_of(stage):
+        if (
+            stage in self.sharded
+            and needs_units(action)
+            and len(self.gathered[stage]) < self.check.schedule.units_of(stage)
+        ):
             raise self.check.bad(self.number, action, f"units of stage {stage} are not gathered")
         if stage in self.reduced and action.kind in ("backward", "backward-weight"):
             self.fresh[stage] = set(range(self.check.schedule.units_of(stage)))

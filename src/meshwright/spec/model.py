@@ -99,7 +99,7 @@ class BlockSpec:
     `output_bytes` is what leaves the block. `backward_extra_bytes` is the largest amount alive at a block boundary of
     the backward pass besides what was saved (the gradient that enters the block; for the head the gradient of the
     logits). `waiting_bytes` is what waits between the two halves of a split backward: the inputs of matrix products
-    with weights and the gradients of their outputs, each storage once. `weight_bytes` is the part of `moved_bytes` that
+    and norms with weights and the gradients of their outputs, each storage once. `weight_bytes` is the part of `moved_bytes` that
     reads parameters: it does not grow with the number of sequences. `buffer_bytes` are buffers, such as rotary
     frequencies.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.planner import make_plan, pins_of
+from meshwright.planner.pins import Pins
 from meshwright.spec import (
+    Assignment,
     Cluster,
     Plan,
     Strategy,
@@ -63,11 +66,11 @@ def choose_plan(
         )
     if plan is not None:
         return _as_it_is(plan, nodes)
-    cluster = _cluster(job_file, nodes)
     wanted = [*job_file.pins, *parse_assignments(pins, option="--pin", bounds=True)]
     if strategy is not None:
         wanted += pins_of(strategy)
-    elif earlier is not None and not pins:
+    cluster = _cluster(job_file, nodes, wanted, say)
+    if strategy is None and earlier is not None and not pins:
         kept = _kept(earlier, job_file, cluster, say)
         if kept is not None:
             return kept
@@ -108,8 +111,9 @@ def require_runnable(strategy: Strategy, cluster: Cluster, nodes: Nodes) -> None
         )
 
 
-def _cluster(job_file: JobFile, nodes: Nodes) -> Cluster:
-    """The cluster that the job file describes; else as many machines like this one as take part.
+def _cluster(job_file: JobFile, nodes: Nodes, wanted: Sequence[Assignment], say: Callable[[str], None]) -> Cluster:
+    """The cluster that the job file describes; else as many machines like this one as take part, whose cores are shared
+    where more ranks than cores are pinned.
 
     Raises:
         ConfigError: the job file describes accelerators that this machine does not have.
@@ -127,10 +131,34 @@ def _cluster(job_file: JobFile, nodes: Nodes) -> Cluster:
                 fix="leave [cluster] out to train here, or use `meshwright plan` to plan for other machines",
             )
         return told
+    pinned = Pins(wanted)
+    ranks = math.prod(max(1, pinned.exact(degree) or 1) for degree in ("dp", "tp", "pp", "cp"))
+    cores = here.devices
+    here = _sharing(here, -(-ranks // nodes.nnodes))
+    if here.devices > cores:
+        say(f"{here.devices} ranks share the {cores} cores of this machine: they take turns, and are slow")
     if nodes.nnodes == 1:
         return here
     (group,) = here.nodes
     return replace(here, name=f"{nodes.nnodes} machines like this one", nodes=(replace(group, count=nodes.nnodes),))
+
+
+def _sharing(here: Cluster, ranks: int) -> Cluster:
+    """A machine whose cores so many ranks share: parts of a core, with parts of its memory and of its speed."""
+    (group,) = here.nodes
+    cores, device = group.devices, group.device
+    if here.device_kind != "cpu" or ranks <= cores:
+        return here
+    part = cores / ranks
+    speed = device.memory_bytes_per_s
+    shared = replace(
+        device,
+        name=f"{device.name}, shared",
+        memory_bytes=device.memory_bytes * cores // ranks,
+        memory_bytes_per_s=None if speed is None else speed * part,
+        peak_flops_per_s={dtype: rate * part for dtype, rate in device.peak_flops_per_s.items()},
+    )
+    return replace(here, name=f"{ranks} ranks on this machine", nodes=(replace(group, devices=ranks, device=shared),))
 
 
 def _as_it_is(path: Path, nodes: Nodes) -> Plan:
@@ -155,7 +183,7 @@ def _as_it_is(path: Path, nodes: Nodes) -> Plan:
             why="its memory and times hold for the devices it was made for",
             fix="plan anew on this machine, without --plan",
         )
-    require_runnable(plan.strategy, here, nodes)
+    require_runnable(plan.strategy, _sharing(here, -(-plan.strategy.world_size // nodes.nnodes)), nodes)
     return plan
 
 

@@ -92,6 +92,7 @@ class Trainer:
             batch_scope="local",
             scheduler=scheduler_factory(job.optimizer, train.steps),
             device=device,
+            example=self.samples.batch(range(1)),
         )
         if resume is not None:
             self._load(resume)
@@ -129,8 +130,9 @@ class Trainer:
                     view.note(note)
                 if report.step == self.train.steps or report.step % self.train.checkpoint_every == 0:
                     self.save()
+        peak = self._largest_peak()
         if leads:
-            self._write_result(time.perf_counter() - begun, self.engine.steps_done - first)
+            self._write_result(time.perf_counter() - begun, self.engine.steps_done - first, peak)
 
     def _step(self) -> tuple[StepReport, dict[str, Any]]:
         """One optimizer step: its report and its line of metrics."""
@@ -197,7 +199,16 @@ class Trainer:
     def _groups(self) -> list[dict[str, Any]]:
         return self.engine.optimizer.param_groups
 
-    def _write_result(self, seconds: float, steps: int) -> None:
+    def _largest_peak(self) -> dict[str, int]:
+        """The bytes of the rank that holds most: pipeline ranks differ, and a plan tells of the fullest."""
+        mine = self._last.peak_bytes if self._last is not None else {}
+        if self.plan.strategy.pp == 1:
+            return mine
+        found: list[Any] = [None] * world_size()
+        dist.all_gather_object(found, mine)
+        return max(found, key=lambda peak: peak.get("total", 0))
+
+    def _write_result(self, seconds: float, steps: int, peak: dict[str, int]) -> None:
         engine = self.engine
         self.folder.write_result(
             {
@@ -209,7 +220,7 @@ class Trainer:
                 "seconds": seconds,
                 "steps_taken": steps,
                 "at_rest_bytes": engine.bytes_at_rest(),
-                "in_step_bytes": self._last.peak_bytes if self._last else {},
+                "in_step_bytes": peak,
                 "collectives": self._last.collectives if self._last else {},
             }
         )

@@ -58,7 +58,7 @@ class Messages:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, traffic: Traffic) -> None:
         self._group, self._device, self._traffic = group, device, traffic
-        self._leaving: list[tuple[dist.Work, torch.Tensor]] = []
+        self._leaving: dict[int, list[tuple[dist.Work, torch.Tensor]]] = {}
 
     def tell_forms(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> None:
         """Tell another rank the shapes and dtypes of what it will be sent."""
@@ -71,16 +71,23 @@ class Messages:
         return _read(told)
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> None:
-        """Begin to send; the tensors stay alive until they have left."""
-        self._leaving = [(work, tensor) for work, tensor in self._leaving if not work.is_completed()]
+        """Begin to send; the tensors stay alive until they have left: until the next are sent to the same rank.
+
+        The ones before are waited for, as gloo tells of a send that it is done only to who waits. Ranks receive in the
+        order of the schedule, which is free of deadlock even where each send waits for its receive.
+        """
+        self._wait(peer)
+        if any(tensor.numel() for tensor in tensors):
+            self._traffic.count("send")
         for number, tensor in enumerate(tensors):
             if tensor.numel():
-                self._traffic.count("send")
                 self._send(tensor.detach().contiguous(), peer, tag + number)
 
     def receive(self, forms: Sequence[Form], peer: int, tag: int) -> Arriving:
         """Begin to receive."""
         tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in forms]
+        if any(tensor.numel() for tensor in tensors):
+            self._traffic.count("receive")
         works = []
         for number, tensor in enumerate(tensors):
             if tensor.numel():
@@ -91,14 +98,17 @@ class Messages:
 
     def finish(self) -> None:
         """Wait until everything has left."""
-        for work, _ in self._leaving:
+        for peer in list(self._leaving):
+            self._wait(peer)
+
+    def _wait(self, peer: int) -> None:
+        for work, _ in self._leaving.pop(peer, ()):
             work.wait()
-        self._leaving = []
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         work = dist.isend(tensor, group=self._group, group_dst=peer, tag=tag)
         if work is not None:
-            self._leaving.append((work, tensor))
+            self._leaving.setdefault(peer, []).append((work, tensor))
 
 
 def broadcast_tensors(

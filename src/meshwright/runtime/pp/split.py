@@ -2,7 +2,8 @@
 
 The first half goes from the outputs to the inputs and remembers, at every node of that path from which a weight
 branches off, the gradient that arrived there. The second half starts at those nodes, weight by weight, so that what the
-first half has computed is not computed again. (After Qi et al., Zero Bubble Pipeline Parallelism, 2024.)
+first half has computed is not computed again; what the nodes between them had saved is let go. (After Qi et al., Zero
+Bubble Pipeline Parallelism, 2024.)
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from meshwright.runtime._torch import let_go, order_of
 
 __all__ = ["Deferred", "backward_input"]
 
@@ -51,6 +54,8 @@ class Deferred:
                 _run(branch, mine, keep=bool(others))
             if others:
                 kept.append(_Branch(others, branch.node, branch.starts))
+            else:  # what it holds is not needed for those that follow
+                branch.node, branch.starts = None, []
         self._branches = kept
 
 
@@ -83,24 +88,30 @@ def backward_input(
     # A weight that branches off in several places would be reached from one through the others, with the path between
     # them: it gets its gradient at once.
     often = [weight for places, group in groups.items() if len(places) > 1 for weight in group]
-    branches, handles = [], []
-    for place, group in ((next(iter(places)), group) for places, group in groups.items() if len(places) == 1):
-        branch = _Branch(group, None if place in apart else place, list(apart.get(place, ())))
-        branches.append(branch)
-        if branch.node is not None:
-            handles.append(branch.node.register_prehook(partial(_keep, branch)))
+    branches = [
+        _Branch(group, None if place in apart else place, list(apart.get(place, ())))
+        for place, group in ((next(iter(places)), group) for places, group in groups.items() if len(places) == 1)
+    ]
+    # Nodes run in the order of their numbers, the last made first: at one of them all with higher numbers have run.
+    kept = {branch.node for branch in branches}
+    passing = deque(sorted((node for node in path if node not in kept), key=order_of, reverse=True))
+    handles = [b.node.register_prehook(partial(_keep, b, passing)) for b in branches if b.node is not None]
     try:
         if path or often:
             torch.autograd.backward(roots, gradients, retain_graph=True, inputs=[*inputs, *now, *often])
     finally:
         for handle in handles:
             handle.remove()
+    for node in passing:
+        let_go(node)
     return Deferred(branches)
 
 
-def _keep(branch: _Branch, arriving: Sequence[torch.Tensor | None]) -> None:
+def _keep(branch: _Branch, passing: deque[Any], arriving: Sequence[torch.Tensor | None]) -> None:
     found = ((GradientEdge(branch.node, number), gradient) for number, gradient in enumerate(arriving))
     branch.starts = [(edge, gradient) for edge, gradient in found if gradient is not None]
+    while passing and order_of(passing[0]) > order_of(branch.node):
+        let_go(passing.popleft())
 
 
 def _run(branch: _Branch, weights: list[nn.Parameter], *, keep: bool) -> None:

@@ -42,8 +42,13 @@ def block_of(
     if kind == "layer":
         saved = {"none": none, "selective": _bytes(inputs | made), "full": _bytes(inputs)}
         alive = {"none": none, "selective": _bytes(kept | inputs | left), "full": _bytes(kept | inputs)}
-    weighted = [operation for operation in operations if operation.product and operation.weight_bytes]
+    weighted = [
+        operation
+        for operation in operations
+        if operation.weight_bytes and operation.saves and (operation.product or kind != "embedding")
+    ]
     waiting = {storage for operation in weighted for storage in operation.saves}
+    arriving = {storage for operation in weighted for storage in operation.made if storage not in operation.saves}
     traffic = Traffic.of(operations, output, fuses=not tape.eager)
     return BlockSpec(
         name=name,
@@ -58,7 +63,7 @@ def block_of(
         causal_flops=sum(operation.causal_flops for operation in operations),
         moved_bytes=sum(operation.moved_bytes for operation in operations),
         weight_bytes=sum(operation.weight_bytes for operation in operations),
-        waiting_bytes=_bytes(waiting) + _bytes({storage for operation in weighted for storage in operation.made}),
+        waiting_bytes=_bytes(waiting) + _bytes(arriving),
         saved_bytes=saved,
         alive_bytes=alive,
         fixed_bytes=tape.fixed_bytes,
