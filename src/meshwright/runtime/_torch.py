@@ -103,8 +103,10 @@ _SAVED: dict[type, tuple[str, ...]] = {}
 
 
 def let_go(node: Any) -> None:
-    """Free what a node has saved for a backward that has been: a hook takes the place of each tensor (2.13: saved tensors
-    are freed with their graph, all together)."""
+    """Free what a node has saved for a backward that has been: a hook takes the place of each tensor.
+
+    (2.13: saved tensors are freed with their graph, all together.)
+    """
     kind = type(node)
     if kind not in _SAVED:
         _SAVED[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
