@@ -76,17 +76,14 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Blocks that hand on a `kind`, with weights tied across blocks, and a last module that is called twice."""
 
-    def __init__(
-        self, kind: str, *, options: dict[str, Any] | None = None, again: int = 0, unused: bool = True
-    ) -> None:
+    def __init__(self, kind: str, *, options: dict[str, Any] | None = None, again: int = 0) -> None:
         super().__init__()
         self.again = again  # how many blocks run twice
         self.embedding = nn.Linear(WIDTH, WIDTH)
         first = Block(kind)
         self.blocks = nn.ModuleList([first, Block(kind), Block(kind, first.inner), Block(kind), Block("tensor")])
         self.head = nn.Linear(WIDTH, CLASSES)
-        if unused:
-            self.never = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, WIDTH)
         self.options = options or {}
 
     def forward(self, inputs: Tensor, mask: Tensor | None = None, flag: bool = True, count: int = 1) -> Any:

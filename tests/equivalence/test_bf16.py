@@ -26,6 +26,8 @@ LAYOUTS = [
     replace(BF16, world=4, zero=3, shard=2, model="decoder-10"),
     replace(BF16, world=5, zero=1, model="mlp", tied=True),
     replace(BF16, world=8, zero=3, shard=4, accumulation=1),
+    replace(BF16, world=2, pp=2, schedule="1f1b", tied=True),
+    replace(BF16, world=4, pp=2, schedule="zb-v", virtual_stages=2, zero=3, tied=True, accumulation=4),
 ]
 
 

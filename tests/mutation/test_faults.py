@@ -17,6 +17,7 @@ import pytest
 from tests.equivalence import (
     test_dropout,
     test_own_data,
+    test_pipeline_reports,
     test_strategies,
     test_structures,
     test_tensor_dropout,
@@ -26,7 +27,7 @@ from tests.equivalence import (
 from tests.equivalence.lattice import short_list
 from tests.harness.cases import Case
 from tests.harness.ranks import RankError, prepared
-from tests.mutation import tensor_faults  # noqa: F401  # they enter themselves
+from tests.mutation import pipeline_faults, tensor_faults  # noqa: F401  # they enter themselves
 from tests.mutation.faults import FAULTS
 from tests.runtime import test_loss_scale, test_uneven
 
@@ -83,6 +84,12 @@ PAIRS = test_strategies.test_pairs_of_options
 MASKS = test_dropout.test_masks_do_not_depend_on_the_layout
 DIVIDED = test_tensor_parallel.test_pairs_of_options
 TENSOR_MASKS = test_tensor_dropout.test_D24_masks_are_equal_where_activations_are_and_different_where_they_are_divided
+STAGES = test_pipeline_reports.test_D1_D4_unequal_microbatches_weigh_by_their_tokens
+STAGE_GATHERS = test_pipeline_reports.test_D2_ranks_with_few_tokens_weigh_little
+STAGE_NORM = test_pipeline_reports.test_D10_the_norm_is_over_all_stages
+TIED_STAGES = test_pipeline_reports.test_D5_D6_D9_a_tied_weight_of_two_stages_has_one_gradient
+FOLDED_TIE = test_pipeline_reports.test_D9_a_tied_weight_of_two_stages_on_one_rank_is_one
+EMBEDDING = r"model\.embed_tokens\.weight: error"
 HEADS = Case(world=2, tp=2, clip=0.1)
 SEQUENCES = Case(world=2, tp=2, sequence_parallel=True)
 COPIED_HEADS = Case(world=4, tp=4, model="decoder-16")
@@ -143,6 +150,16 @@ MUTATIONS = [
     caught("bias_added_by_every_rank", DIVIDED, case=BIASES),
     caught("tokens_in_other_order", DIVIDED, case=SEQUENCES),
     caught("same_mask_on_divided_activations", TENSOR_MASKS, "divided", name="own"),
+    caught("microbatch_dropped", STAGES, r"step 1 gradient \S+weight: error", schedule="1f1b"),
+    caught("microbatch_dropped", STAGES, r"step 1 gradient \S+weight: error", schedule="zb-h1"),
+    caught("divided_by_microbatches_again", STAGES, r"step 1 gradient \S+weight: error", schedule="1f1b"),
+    caught("tied_stages_not_summed", TIED_STAGES, rf"step 1 gradient {EMBEDDING}", zero=0),
+    caught("tied_stages_not_summed", TIED_STAGES, rf"step 1 gradient {EMBEDDING}", zero=3),
+    caught("tied_stages_counted_twice", TIED_STAGES, r"step 1 update \S+weight: error", zero=1),
+    caught("norm_of_one_stage", STAGE_NORM, r"step 1 update \S+weight: error", tied=False),
+    caught("stale_gather", STAGE_GATHERS, r"step 2 gradient \S+weight: error", zero=3, gather="unit"),
+    caught("stale_gather", STAGE_GATHERS, r"step 2 gradient \S+weight: error", zero=3, gather="step"),
+    caught("second_copy_stays_old", FOLDED_TIE, r"step 2 gradient \S+weight: error", schedule="zb-v"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -36,8 +37,10 @@ __all__ = [
     "gathered_storages",
     "group_timeout",
     "graph_node",
+    "let_go",
     "make_root",
     "mark_managed",
+    "order_of",
     "reduce_unit",
     "storage_key",
     "unsharded_gradient_storages",
@@ -87,6 +90,39 @@ def graph_node(tensor: torch.Tensor) -> Any:
     """The `grad_fn` of a subclass as autograd knows it, past its `__torch_function__` (2.13: only from inside that)."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.grad_fn
+
+
+def order_of(node: Any) -> int:
+    """The number of a node of autograd's graph: those made last run first (2.13: no public reader)."""
+    number: int = node._sequence_nr()
+    return number
+
+
+#: By the type of a node, where it keeps what it has saved.
+_SAVED: dict[type, tuple[str, ...]] = {}
+
+
+def let_go(node: Any) -> None:
+    """Free what a node has saved for a backward that has been: a hook takes the place of each tensor.
+
+    (2.13: saved tensors are freed with their graph, all together.)
+    """
+    kind = type(node)
+    if kind not in _SAVED:
+        _SAVED[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    for name in _SAVED[kind]:
+        with contextlib.suppress(RuntimeError):  # there is none, or it has hooks already
+            saved = getattr(node, name)
+            for one in saved if isinstance(saved, (tuple, list)) else (saved,):
+                one.register_hooks(_nothing, _gone)
+
+
+def _nothing(tensor: torch.Tensor) -> None:
+    """What is kept in place of a tensor."""
+
+
+def _gone(kept: None) -> torch.Tensor:
+    raise RuntimeError("what this needs was let go")  # an internal error: nothing of a second half needs it
 
 
 def group_timeout(device: torch.device) -> timedelta:

@@ -92,6 +92,12 @@ def build(
     share_values(module, device, given)
     store_parameters_as(module, stored)
     blocks = choose_blocks(module, block_names)
+    if mesh.pp == 1 and strategy.stages not in ((), (len(blocks),)):
+        raise ConfigError(
+            f"stages={','.join(map(str, strategy.stages))} for a model of {len(blocks)} blocks with pp=1",
+            why="without a pipeline there is one stage, which has all blocks",
+            fix="set pp above 1, or leave stages out",
+        )
     traffic, tp, pipeline = Traffic(), None, None
     if mesh.pp > 1:
         count = strategy.pp * strategy.virtual_stages

@@ -122,12 +122,16 @@ class PipelineParallel:
                 for place in places:
                     leave_out(place, self.device)
                 continue
-            for stage in held[1:] if sharded else ():
+            # The first place keeps the parameter itself: by it initial values are drawn, and files name it.
+            keeper = next((stage for stage in held if id(places[0].module) in inside[stage]), held[0])
+            for stage in held if sharded else ():
+                if stage == keeper:
+                    continue
                 mine = tuple(place for place in places if id(place.module) in inside[stage])
-                first = {id(p.module) for p in places if id(p.module) in inside[held[0]]}
+                first = {id(p.module) for p in places if id(p.module) in inside[keeper]}
                 if any(id(place.module) in first for place in mine):
                     raise ConfigError(
-                        f"the module that holds {name} is called in stages {held[0]} and {stage}, both on this rank",
+                        f"the module that holds {name} is called in stages {keeper} and {stage}, both on this rank",
                         why="ZeRO shards a module's parameters in one stage",
                         fix="use zero=0, or a schedule with one stage on each rank (1f1b, gpipe)",
                     )
@@ -150,6 +154,7 @@ class PipelineParallel:
         copied = {id(getattr(where[0].module, where[0].name)): name for name, where in self.copies}
         elsewhere = {place for _, where in self.copies for place in where}
         taken = {name for earlier in self.own if earlier < stage for name in self.assignment.names_of(earlier)}
+        taken -= set(copied.values())
         found = []
         for unit in make_units(module, unit_blocks=unit_blocks, blocks=listed):
             parameters: dict[str, tuple[Owner, ...]] = {}

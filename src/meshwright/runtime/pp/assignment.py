@@ -25,7 +25,8 @@ class Assignment:
         ranks: the pipeline rank of each stage.
 
     Attributes:
-        places: by point the stages of its calls, in order. What the forward does not call is on the last stage.
+        places: by point the stages of its calls, in order. What the forward does not call is where something is called
+            that shares its first weight, or on the last stage.
         parameters: by global name every place where it hangs, in one order on all ranks.
         whole: every parameter without values, in its whole shape.
         first_names: every name of every parameter, to its first one.
@@ -38,8 +39,15 @@ class Assignment:
         self.places: dict[str, tuple[int, ...]] = {}
         for call, stage in zip(flow.calls, stages, strict=True):
             self.places[call.point] = (*self.places.get(call.point, ()), stage)
-        for name in points.points:
-            self.places.setdefault(name, (self._last,))
+        called = {
+            id(weight): found
+            for name, found in reversed(self.places.items())
+            for weight in points.points[name].module.parameters()
+        }
+        for name, point in points.points.items():
+            if name not in self.places:
+                weight = next(point.module.parameters(), None)
+                self.places[name] = called.get(id(weight), (self._last,))[:1]
         self.parameters = owners(points.model)
         self.whole = {name: _whole(where[0]) for name, where in self.parameters.items()}
         prefixes = {id(module): f"{name}." if name else "" for name, module in points.model.named_modules()}

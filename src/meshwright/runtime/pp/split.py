@@ -8,34 +8,33 @@ Bubble Pipeline Parallelism, 2024.)
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["Deferred", "backward_input"]
+from meshwright.runtime._torch import let_go, order_of
 
-#: By the type of a node, where it keeps what it has saved.
-_SAVED: dict[type, tuple[str, ...]] = {}
+__all__ = ["Deferred", "backward_input"]
 
 
 @dataclass
 class _Branch:
-    """Weights that branch off at the same nodes, and the gradients that arrived at those.
+    """Weights that branch off at one place: a node of the path, or roots that lead to no input.
 
     Attributes:
-        roots: beside the nodes: roots of the backward that lead to these weights and to no input, with their gradients.
+        node: of the path; None for roots.
+        starts: where their backward starts, and with which gradients: the roots, or what arrived at the node.
     """
 
     weights: list[nn.Parameter]
-    nodes: list[Any]
-    roots: list[tuple[GradientEdge, torch.Tensor]]
-    arrived: dict[int, tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
+    node: Any
+    starts: list[tuple[GradientEdge, torch.Tensor]]
 
 
 class Deferred:
@@ -54,9 +53,9 @@ class Deferred:
             if mine:
                 _run(branch, mine, keep=bool(others))
             if others:
-                kept.append(_Branch(others, branch.nodes, branch.roots, branch.arrived))
+                kept.append(_Branch(others, branch.node, branch.starts))
             else:  # what it holds is not needed for those that follow
-                branch.nodes, branch.roots, branch.arrived = [], [], {}
+                branch.node, branch.starts = None, []
         self._branches = kept
 
 
@@ -73,7 +72,7 @@ def backward_input(
         roots: where the backward starts, and with which gradients.
         inputs: leaves that need a gradient.
         weights: that may get theirs later.
-        now: weights that get theirs at once.
+        now: weights that get theirs at once, as do those of `weights` that are used in several places.
     """
     accumulators = {id(weight): get_gradient_edge(weight).node for weight in weights}
     behind = _behind([edge.node for edge in roots])
@@ -82,97 +81,43 @@ def backward_input(
     for edge, gradient in zip(roots, gradients, strict=True):
         if edge.node not in path:
             apart[edge.node].append((edge, gradient))
-    groups: dict[tuple[frozenset[Any], frozenset[Any]], list[nn.Parameter]] = defaultdict(list)
+    groups: dict[frozenset[Any], list[nn.Parameter]] = defaultdict(list)
     for weight in weights:
         above = _above([accumulators[id(weight)]], behind, path)
-        groups[frozenset(above & path), frozenset(above & apart.keys())].append(weight)
+        groups[frozenset(above & (path | apart.keys()))].append(weight)
+    # A weight that branches off in several places would be reached from one through the others, with the path between
+    # them: it gets its gradient at once.
+    often = [weight for places, group in groups.items() if len(places) > 1 for weight in group]
     branches = [
-        _Branch(group, list(nodes), [start for node in alone for start in apart[node]])
-        for (nodes, alone), group in groups.items()
-        if nodes or alone
+        _Branch(group, None if place in apart else place, list(apart.get(place, ())))
+        for place, group in ((next(iter(places)), group) for places, group in groups.items() if len(places) == 1)
     ]
     # Nodes run in the order of their numbers, the last made first: at one of them all with higher numbers have run.
-    passing = deque(sorted(path - _kept(branches, path, behind), key=_number, reverse=True))
-    handles = []
-    by_node: dict[Any, list[_Branch]] = defaultdict(list)
-    for branch in branches:
-        for node in branch.nodes:
-            by_node[node].append(branch)
-    for node, interested in by_node.items():
-
-        def keep(arriving: Any, node: Any = node, interested: list[_Branch] = interested) -> None:
-            for branch in interested:
-                branch.arrived[id(node)] = tuple(arriving)
-            while passing and _number(passing[0]) > _number(node):
-                _let_go(passing.popleft())
-
-        handles.append(node.register_prehook(keep))
+    kept = {branch.node for branch in branches}
+    passing = deque(sorted((node for node in path if node not in kept), key=order_of, reverse=True))
+    handles = [b.node.register_prehook(partial(_keep, b, passing)) for b in branches if b.node is not None]
     try:
-        if path:
-            torch.autograd.backward(roots, gradients, retain_graph=True, inputs=[*inputs, *now])
+        if path or often:
+            torch.autograd.backward(roots, gradients, retain_graph=True, inputs=[*inputs, *now, *often])
     finally:
         for handle in handles:
             handle.remove()
     for node in passing:
-        _let_go(node)
+        let_go(node)
     return Deferred(branches)
 
 
-def _number(node: Any) -> int:
-    number: int = node._sequence_nr()
-    return number
-
-
-def _kept(branches: Sequence[_Branch], path: set[Any], behind: dict[Any, list[Any]]) -> set[Any]:
-    """Nodes of the path that the weights need: where they branch off, and what lies between two such of one weight."""
-    found = {node for branch in branches for node in branch.nodes}
-    for branch in branches:
-        if len(branch.nodes) > 1:
-            found |= _above(branch.nodes, behind) & _below(branch.nodes) & path
-    return found
-
-
-def _let_go(node: Any) -> None:
-    """Free what a node has saved for a backward that has been: a hook takes the place of each tensor."""
-    kind = type(node)
-    if kind not in _SAVED:
-        _SAVED[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-    for name in _SAVED[kind]:
-        with contextlib.suppress(RuntimeError):  # there is none, or it has hooks already
-            saved = getattr(node, name)
-            for one in saved if isinstance(saved, (tuple, list)) else (saved,):
-                one.register_hooks(_nothing, _gone)
-
-
-def _nothing(tensor: torch.Tensor) -> None:
-    """What is kept in place of a tensor."""
-
-
-def _gone(kept: None) -> torch.Tensor:
-    raise RuntimeError("what this needs was let go")  # an internal error: nothing of a second half needs it
+def _keep(branch: _Branch, passing: deque[Any], arriving: Sequence[torch.Tensor | None]) -> None:
+    found = ((GradientEdge(branch.node, number), gradient) for number, gradient in enumerate(arriving))
+    branch.starts = [(edge, gradient) for edge, gradient in found if gradient is not None]
+    while passing and order_of(passing[0]) > order_of(branch.node):
+        let_go(passing.popleft())
 
 
 def _run(branch: _Branch, weights: list[nn.Parameter], *, keep: bool) -> None:
-    edges = [edge for edge, _ in branch.roots]
-    gradients: list[torch.Tensor] = [gradient for _, gradient in branch.roots]
-    for node in branch.nodes:
-        for number, gradient in enumerate(branch.arrived.get(id(node), ())):
-            if gradient is not None:
-                edges.append(GradientEdge(node, number))
-                gradients.append(gradient)
-    if not edges:
-        return
-    handles = []
-    if len(branch.nodes) > 1:  # of two such nodes one may lie behind the other: what arrives there is known already
-        for node in branch.nodes:
-            known = branch.arrived.get(id(node))
-            if known is not None:
-                handles.append(node.register_prehook(lambda arriving, known=known: known))
-    try:
+    if branch.starts:
+        edges, gradients = zip(*branch.starts, strict=True)
         torch.autograd.backward(edges, gradients, retain_graph=keep, inputs=weights)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _behind(roots: Iterable[Any]) -> dict[Any, list[Any]]:
@@ -202,16 +147,4 @@ def _above(nodes: Iterable[Any], behind: dict[Any, list[Any]], ends: Container[A
                 found.add(node)
                 if node not in ends:
                     left.append(node)
-    return found
-
-
-def _below(nodes: Iterable[Any]) -> set[Any]:
-    """Every node that is reached from one of `nodes`."""
-    found: set[Any] = set()
-    left = list(nodes)
-    while left:
-        for node, _ in left.pop().next_functions:
-            if node is not None and node not in found:
-                found.add(node)
-                left.append(node)
     return found
