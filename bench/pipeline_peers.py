@@ -30,6 +30,13 @@ CHANGED = {
     "num_key_value_heads": 3,
     "num_hidden_layers": BLOCKS,
 }
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 def batch_of(number: int) -> Batch:
@@ -44,14 +51,18 @@ def warm(*, tiny: bool, **rest: Any) -> None:
 
 def _model(tiny: bool) -> Any:
     """The decoder; `tiny`: of a size at which only overhead takes time."""
-    small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return make_model("decoder", **CHANGED | small if tiny else CHANGED)
+    return make_model("decoder", **CHANGED | TINY if tiny else CHANGED)
 
 
 def _rows(batch: Batch, dp: int, number: int) -> Batch:
     share = BATCH // dp
     inputs, labels = (part[number * share : (number + 1) * share] for part in batch)
     return inputs, labels
+
+
+def _small(step: Step) -> Step:
+    """A step of the tiny model, which knows few tokens."""
+    return lambda batch: step((batch[0] % TINY["vocab_size"], batch[1] % TINY["vocab_size"]))
 
 
 # ----------------------------------------------------------------------------------------------------------- Meshwright
@@ -209,4 +220,12 @@ def deepspeed(*, pp: int, dp: int, zero: int, schedule: str, tiny: bool) -> Step
     return step
 
 
-PEERS: dict[str, Callable[..., Step]] = {"meshwright": meshwright, "torch": plain_torch, "deepspeed": deepspeed}
+def _contender(make: Callable[..., Step]) -> Callable[..., Step]:
+    return lambda *, tiny, **given: _small(make(tiny=True, **given)) if tiny else make(tiny=False, **given)
+
+
+PEERS: dict[str, Callable[..., Step]] = {
+    "meshwright": _contender(meshwright),
+    "torch": _contender(plain_torch),
+    "deepspeed": _contender(deepspeed),
+}

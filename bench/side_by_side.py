@@ -72,14 +72,15 @@ def measure_time(cases: list[Case], peers: str, others: dict[str, str], rounds: 
     """
     order = random.Random(0)
     with ExitStack() as stack:
-        started: dict[str, Ranks] = {}
+        started: dict[tuple[str, str], Ranks] = {}
         turns: list[tuple[Case, str, Ranks]] = []
         for case in cases:
             for who in case.contenders(others):
                 python = others.get(who, sys.executable)
-                if python not in started:
-                    started[python] = stack.enter_context(Ranks(case.ranks, script=RANK, python=python))
-                ranks, name = started[python], f"{case.name} {who}"
+                kept = (python, case.name if who in others else "")  # DeepSpeed has one mesh in a process
+                if kept not in started:
+                    started[kept] = stack.enter_context(Ranks(case.ranks, script=RANK, python=python))
+                ranks, name = started[kept], f"{case.name} {who}"
                 ranks.ask({"do": "build", "name": name, "peers": peers, "who": who, "arguments": case.given})
                 losses = ranks.ask({"do": "losses", "name": name, "count": FIRST})
                 by_step = zip(*losses, strict=True)
