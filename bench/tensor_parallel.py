@@ -1,173 +1,40 @@
 """Tensor parallelism beside others: step time and memory of the engine, of plain PyTorch, Transformers and DeepSpeed.
 
-`python bench/tensor_parallel.py [--deepspeed PYTHON]`: all on the same model, weights, data, loss and optimizer, in
-turns of one step each in random order. A round makes pairs: a ratio is the median of those of the rounds, its interval
-95% of a bootstrap over rounds. Memory is counted for each in processes of its own. DeepSpeed needs an environment that
-has it (0.19) beside PyTorch and Transformers; the first losses of all have to be equal.
+`python bench/tensor_parallel.py [--deepspeed PYTHON]`: as `side_by_side.py` has it. DeepSpeed needs an environment that
+has it (0.19) beside PyTorch and Transformers.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import random
-import statistics
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from choice_ranks import Ranks
+from side_by_side import Case, add_arguments, compare
 
-SCRIPT = str(Path(__file__).parent / "tensor_parallel_rank.py")
-DRAWS, INSIDE = 4000, 0.95
-#: Steps whose losses are compared, and how far apart they may be, relative.
-FIRST, APART = 4, 1e-4
-OURS = "meshwright"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One setting, and who runs it besides the engine."""
-
-    name: str
-    ranks: int
-    peers: tuple[str, ...] = ("torch",)
-    given: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What a contender is built with."""
-        usual = {"model": "decoder", "dp": 1, "tp": 2, "sequence_parallel": False, "loss": "divided", "zero": 0}
-        return usual | self.given
-
-    def contenders(self, others: dict[str, str]) -> Iterator[str]:
-        """Those that can run here: the engine first."""
-        yield from (who for who in (OURS, *self.peers) if who != "deepspeed" or who in others)
-
-
+USUAL: dict[str, Any] = {
+    "model": "decoder",
+    "dp": 1,
+    "tp": 2,
+    "sequence_parallel": False,
+    "loss": "divided",
+    "zero": 0,
+}
+PLAIN = ("torch",)
 CASES = [
-    Case("tp=2", 2),
-    Case("tp=2, logits gathered", 2, given={"loss": "gathered"}),
-    Case("tp=2 sequence_parallel", 2, given={"sequence_parallel": True}),
-    Case("tp=2, Llama", 2, ("torch", "transformers", "deepspeed"), {"model": "llama"}),
-    Case("tp=4", 4, given={"tp": 4}),
-    Case("tp=2 dp=2 zero=0", 4, given={"dp": 2}),
-    Case("tp=2 dp=2 zero=3", 4, given={"dp": 2, "zero": 3}),
+    Case("tp=2", 2, PLAIN, USUAL),
+    Case("tp=2, logits gathered", 2, PLAIN, USUAL | {"loss": "gathered"}),
+    Case("tp=2 sequence_parallel", 2, PLAIN, USUAL | {"sequence_parallel": True}),
+    Case("tp=2, Llama", 2, ("torch", "transformers", "deepspeed"), USUAL | {"model": "llama"}),
+    Case("tp=4", 4, PLAIN, USUAL | {"tp": 4}),
+    Case("tp=2 dp=2 zero=0", 4, PLAIN, USUAL | {"dp": 2}),
+    Case("tp=2 dp=2 zero=3", 4, PLAIN, USUAL | {"dp": 2, "zero": 3}),
 ]
-
-
-@dataclass
-class Found:
-    """What was measured of a contender: seconds of each round, by the clock and of cores; bytes."""
-
-    clock_s: list[float] = field(default_factory=list)
-    core_s: list[float] = field(default_factory=list)
-    tensor_bytes: int = 0
-    process_bytes: int = 0
-    losses: list[float] = field(default_factory=list)
-
-
-Results = dict[tuple[str, str], Found]
-
-
-def measure_time(cases: list[Case], others: dict[str, str], rounds: int, results: Results) -> None:
-    """Steps in turns, of cases on the same number of ranks."""
-    order = random.Random(0)
-    with ExitStack() as stack:
-        started: dict[str, Ranks] = {}
-        turns: list[tuple[Case, str, Ranks]] = []
-        for case in cases:
-            for who in case.contenders(others):
-                python = others.get(who, sys.executable)
-                if python not in started:
-                    started[python] = stack.enter_context(Ranks(case.ranks, script=SCRIPT, python=python))
-                ranks, name = started[python], f"{case.name} {who}"
-                ranks.ask({"do": "build", "name": name, "who": who, "arguments": case.arguments})
-                losses = ranks.ask({"do": "losses", "name": name, "count": FIRST})
-                shares = range(0, case.ranks, case.arguments["tp"]) if who == "torch" else range(1)
-                results[case.name, who] = Found(
-                    losses=[statistics.mean(losses[rank][step] for rank in shares) for step in range(FIRST)]
-                )
-                turns.append((case, who, ranks))
-        _say(f"{cases[0].ranks} ranks: {len(turns)} contenders built")
-        for number in range(rounds):
-            for case, who, ranks in order.sample(turns, len(turns)):
-                answers = ranks.ask({"do": "time", "name": f"{case.name} {who}"})
-                results[case.name, who].clock_s.append(max(clock for clock, _ in answers))
-                results[case.name, who].core_s.append(sum(core for _, core in answers))
-            _say(f"{cases[0].ranks} ranks: round {number + 1} of {rounds}")
-
-
-def measure_memory(cases: list[Case], others: dict[str, str], results: Results) -> None:
-    """Each contender in processes of its own; the rank that needs most."""
-    for case in cases:
-        for who in case.contenders(others):
-            with Ranks(case.ranks, script=SCRIPT, python=others.get(who, sys.executable)) as ranks:
-                answers = ranks.ask({"do": "memory", "name": case.name, "who": who, "arguments": case.arguments})
-            found = results.setdefault((case.name, who), Found())
-            found.tensor_bytes, found.process_bytes = (max(column) for column in zip(*answers, strict=True))
-            _say(f"{case.name}: memory of {who}")
-
-
-def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
-    """The median of the rounds' ratios, and the bounds of its bootstrap."""
-    pairs, draw = [a / b for a, b in zip(ours, theirs, strict=True)], random.Random(1)
-    drawn = sorted(statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(DRAWS))
-    cut = int(DRAWS * (1 - INSIDE) / 2)
-    return statistics.median(pairs), drawn[cut], drawn[-1 - cut]
-
-
-def report(cases: list[Case], others: dict[str, str], results: Results) -> Iterator[str]:
-    """A row for each pair."""
-    yield f"{'':<24} {'against':<13} {'step':>15} {'time':>20} {'core seconds':>20} {'tensors':>18} {'process':>18}"
-    for case in cases:
-        ours = results[case.name, OURS]
-        for who in list(case.contenders(others))[1:]:
-            theirs = results[case.name, who]
-            words = f"{case.name:<24} {who:<13}"
-            if ours.clock_s:
-                steps = (statistics.median(found.clock_s) for found in (ours, theirs))
-                words += " " + "{:>5.2f} : {:>5.2f} s".format(*steps)
-                for column in ("clock_s", "core_s"):
-                    words += "   {:.3f} ({:.3f}-{:.3f})".format(*ratio(getattr(ours, column), getattr(theirs, column)))
-            for column in ("tensor_bytes", "process_bytes"):
-                a, b = getattr(ours, column), getattr(theirs, column)
-                if a and b:
-                    words += f"  {a / 2**20:>3.0f}:{b / 2**20:>3.0f} MiB {a / b:.3f}"
-            if ours.losses:
-                apart = max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True))
-                words += "" if apart <= APART else f"  LOSSES DIFFER by {apart:.1e}"
-            yield words
-
-
-def _say(words: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=24, help="of steps on 2 ranks; on 4 there are half as many")
-    parser.add_argument("--ranks", type=int, choices=(2, 4), help="these cases alone")
-    parser.add_argument("--deepspeed", metavar="PYTHON", help="the Python of an environment with DeepSpeed")
-    parser.add_argument("--only", choices=("time", "memory"))
-    chosen = parser.parse_args()
-    others = {"deepspeed": chosen.deepspeed} if chosen.deepspeed else {}
-    cases = [case for case in CASES if chosen.ranks in (None, case.ranks)]
-    results: Results = {}
-    begun, load = time.monotonic(), os.getloadavg()[0]
-    if chosen.only != "memory":
-        for ranks in sorted({case.ranks for case in cases}):
-            alike = [case for case in cases if case.ranks == ranks]
-            measure_time(alike, others, chosen.rounds if ranks == 2 else chosen.rounds // 2, results)
-    if chosen.only != "time":
-        measure_memory(cases, others, results)
-    for line in report(cases, others, results):
-        print(line)
-    print(f"load before: {load:.1f}; {time.monotonic() - begun:.0f} s")
+    add_arguments(parser)
+    compare(CASES, "tensor_parallel_peers", parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -15,53 +15,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from side_by_side_model import SEQUENCE, Batch, Step, adamw, logits_of, make_batch, make_model, mean_loss
 from torch import nn
 
-__all__ = ["BATCH", "PEERS", "SEQUENCE", "Step", "batch_of", "make_model"]
+__all__ = ["PEERS", "batch_of", "warm"]
 
-#: Sequences a step, and tokens of each.
-BATCH, SEQUENCE = 4, 128
-VOCABULARY = 8192
-#: 27 million parameters.
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": SEQUENCE,
-    "tie_word_embeddings": False,
-}
-ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
-Batch = tuple[torch.Tensor, torch.Tensor]
-Step = Callable[[Batch], torch.Tensor | float]
+#: Sequences a step.
+BATCH = 4
 
 
 def batch_of(number: int) -> Batch:
-    """The inputs and labels of a step, [BATCH, SEQUENCE] each."""
-    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(number))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    """Of a step."""
+    return make_batch(number, BATCH)
 
 
-def make_model(kind: str) -> Any:
-    """`decoder`: Meshwright's built-in one; `llama`: Hugging Face's. The same shape."""
-    torch.manual_seed(0)
-    if kind == "decoder":
-        from meshwright.models import Decoder, DecoderConfig
-
-        return Decoder(DecoderConfig(**SIZES))
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False)).train()
-
-
-def _logits(outputs: Any) -> Any:
-    return getattr(outputs, "logits", outputs)
-
-
-def _mean_loss(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(_logits(outputs).flatten(0, 1), labels.flatten())
+def warm(*, model: str, **rest: Any) -> None:
+    """Import what makes the model."""
+    make_model(model)
 
 
 def _rows(batch: Batch, dp: int, tp: int) -> Batch:
@@ -70,12 +40,12 @@ def _rows(batch: Batch, dp: int, tp: int) -> Batch:
     return inputs, labels
 
 
-def _adamw(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
+def _optimizers(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
     """One optimizer for each mesh: fused AdamW takes no mixture of them, nor of them and plain tensors."""
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return [torch.optim.AdamW(group, fused=True, **ADAMW) for group in groups.values()]
+    return [adamw(group) for group in groups.values()]
 
 
 # ----------------------------------------------------------------------------------------------------------- Meshwright
@@ -87,7 +57,7 @@ def meshwright(*, model: str, dp: int, tp: int, sequence_parallel: bool, loss: s
     from meshwright.spec import Job, Strategy
 
     def summed(outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
-        logits = _logits(outputs)
+        logits = logits_of(outputs)
         if loss == "gathered":
             logits = logits.whole()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
@@ -95,7 +65,7 @@ def meshwright(*, model: str, dp: int, tp: int, sequence_parallel: bool, loss: s
     engine = Engine(
         make_model(model),
         summed,
-        lambda parameters: torch.optim.AdamW(parameters, fused=True, **ADAMW),
+        adamw,
         Job(global_batch=BATCH, sequence=SEQUENCE),
         Strategy(dp=dp, tp=tp, sequence_parallel=sequence_parallel, zero=zero, microbatch=BATCH // dp),
         measure_memory="never",
@@ -117,7 +87,7 @@ def plain_torch(*, model: str, dp: int, tp: int, sequence_parallel: bool, loss: 
     parallelize_module(made, mesh["tp"], _plan(sequence_parallel, divided=loss == "divided"))
     if dp > 1:
         _over_rows(made, mesh["dp"], zero)
-    optimizers = _adamw(made.parameters())
+    optimizers = _optimizers(made.parameters())
     call: dict[str, Any] = {}
     if sequence_parallel:  # rotary angles are those of whole sequences, the embedding's result is a part of them
         call = {"position_ids": torch.arange(SEQUENCE)[None]}
@@ -125,7 +95,7 @@ def plain_torch(*, model: str, dp: int, tp: int, sequence_parallel: bool, loss: 
     def step(batch: Batch) -> torch.Tensor:
         inputs, labels = _rows(batch, dp, tp)
         with loss_parallel() if loss == "divided" else nullcontext():
-            found = _mean_loss(made(inputs, **call), labels)
+            found = mean_loss(made(inputs, **call), labels)
             found.backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -209,11 +179,11 @@ def transformers(*, model: str, dp: int, tp: int, sequence_parallel: bool, loss:
         for path in Path(told[0]).iterdir():
             path.unlink()
         Path(told[0]).rmdir()
-    optimizers = _adamw(made.parameters())
+    optimizers = _optimizers(made.parameters())
 
     def step(batch: Batch) -> torch.Tensor:
         inputs, labels = batch
-        found = _mean_loss(made(inputs), labels)
+        found = mean_loss(made(inputs), labels)
         found.backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -245,13 +215,13 @@ def deepspeed(*, model: str, dp: int, tp: int, sequence_parallel: bool, loss: st
     engine, *_ = deepspeed.initialize(
         model=made,
         model_parameters=made.parameters(),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True, **ADAMW),
+        optimizer=adamw,
         config=json.loads(json.dumps(config)),
     )
 
     def step(batch: Batch) -> torch.Tensor:
         inputs, labels = batch
-        found = _mean_loss(engine(inputs), labels)
+        found = mean_loss(engine(inputs), labels)
         engine.backward(found)
         engine.step()
         return found.detach()

@@ -1,7 +1,13 @@
-"""One rank of `bench/tensor_parallel.py`: keeps contenders, and takes a step of one or counts its memory when asked."""
+"""One rank of a bench: keeps contenders, and takes a step of one or counts its memory when asked.
+
+Orders name the module next to this file that makes the contenders, by `PEERS`: each builds its model and returns a
+step, `batch -> loss` (None where a rank has none). Its `batch_of(number)` is the batch of a step, and
+`warm(**arguments)` what a process does before its memory is counted: what imports bring is no part of it.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -15,18 +21,19 @@ class Rank:
 
     def __init__(self) -> None:
         self._steps: dict[str, Any] = {}
+        self._batches: dict[str, Any] = {}
         self._taken: dict[str, int] = {}
 
-    def build(self, *, name: str, who: str, arguments: dict[str, Any]) -> None:
+    def build(self, *, name: str, peers: str, who: str, arguments: dict[str, Any]) -> None:
         """Make one more contender."""
-        from tensor_parallel_peers import PEERS
-
-        self._steps[name] = PEERS[who](**arguments)
+        module = importlib.import_module(peers)
+        self._steps[name], self._batches[name] = module.PEERS[who](**arguments), module.batch_of
         self._taken[name] = 0
 
-    def losses(self, *, name: str, count: int) -> list[float]:
+    def losses(self, *, name: str, count: int) -> list[float | None]:
         """Of the next `count` steps."""
-        return [float(self._step(name)) for _ in range(count)]
+        found = [self._step(name) for _ in range(count)]
+        return [float(loss) if loss is not None else None for loss in found]
 
     def time(self, *, name: str) -> tuple[float, float]:
         """Seconds of a step, by the clock and of this process's threads."""
@@ -37,7 +44,7 @@ class Rank:
         self._step(name)
         return time.perf_counter() - clock, time.process_time() - busy
 
-    def memory(self, *, name: str, who: str, arguments: dict[str, Any]) -> tuple[int, int]:
+    def memory(self, *, name: str, peers: str, who: str, arguments: dict[str, Any]) -> tuple[int, int]:
         """Of a contender in a process that has made no other.
 
         Returns:
@@ -45,25 +52,27 @@ class Rank:
             model was made.
         """
         import torch.distributed as dist
-        from tensor_parallel_memory import LiveTensors, peak_resident, resident
-        from tensor_parallel_peers import make_model
+        from live_tensors import LiveTensors, peak_resident, resident
 
-        make_model(arguments["model"])  # what imports bring is no part of it
+        importlib.import_module(peers).warm(**arguments)
         before = resident()
-        self.build(name=name, who=who, arguments=arguments)
+        self.build(name=name, peers=peers, who=who, arguments=arguments)
         for _ in range(2):
             self._step(name)
         dist.barrier()
         grown = peak_resident(lambda: self._step(name)) - before
+        dist.barrier()
         with LiveTensors() as counted:
             self._step(name)
         return counted.peak, grown
 
-    def _step(self, name: str) -> Any:
-        from tensor_parallel_peers import batch_of
+    def call(self, *, module: str, function: str, arguments: dict[str, Any]) -> Any:
+        """Something else that a module can do on all ranks."""
+        return getattr(importlib.import_module(module), function)(**arguments)
 
+    def _step(self, name: str) -> Any:
         self._taken[name] += 1
-        return self._steps[name](batch_of(self._taken[name]))
+        return self._steps[name](self._batches[name](self._taken[name]))
 
 
 def main(rank: int, world: int, store: str) -> None:
@@ -77,10 +86,9 @@ def main(rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     mine = Rank()
-    orders: dict[str, Any] = {"build": mine.build, "losses": mine.losses, "time": mine.time, "memory": mine.memory}
     for line in sys.stdin:
         order = json.loads(line)
-        answer = orders[order.pop("do")](**order)
+        answer = getattr(mine, order.pop("do"))(**order)
         print(json.dumps(answer), file=answers, flush=True)
 
 
