@@ -118,7 +118,7 @@ def build(
         plan_sharding(module, sharding)
     cuts = tp.sharding.cuts if tp is not None else {}
     part = mesh.tp_rank if strategy.sequence_parallel else 0
-    dropout = DropoutStreams(job.seed, blocks, part=part, split=tp.streams if tp is not None else None)
+    dropout = DropoutStreams(job.seed, blocks, device, part=part, split=tp.streams if tp is not None else None)
     recomputed = apply_recompute(blocks, strategy)
     make = partial(
         _hold,

@@ -30,6 +30,17 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
             yield
 
 
+def _begin(seed: int, device: torch.device) -> None:
+    """Set the stream of the host and of the device.
+
+    `torch.manual_seed` goes through every kind of device that there could be, and for each that is not in use writes
+    down the stack: more than a small block computes.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed_all(seed)
+
+
 class DropoutStreams:
     """Dropout from (seed, step, global microbatch, block, call): the same for every layout, replayed by recompute.
 
@@ -38,6 +49,7 @@ class DropoutStreams:
     Args:
         seed: the job's.
         blocks: by name.
+        device: that draws.
         part: of each sequence that this rank computes in blocks, where ranks have different ones.
         split: the streams between divided matrices.
     """
@@ -46,11 +58,12 @@ class DropoutStreams:
         self,
         seed: int,
         blocks: Sequence[tuple[str, nn.Module]],
+        device: torch.device,
         *,
         part: int = 0,
         split: SplitStreams | None = None,
     ) -> None:
-        self._seed, self._part, self._split = seed, part, split
+        self._seed, self._device, self._part, self._split = seed, device, part, split
         self._now: tuple[int, int] | None = None
         self._calls: Counter[str] = Counter()
         for name, block in blocks:
@@ -78,7 +91,8 @@ class DropoutStreams:
     def _set(self, block: str) -> None:
         if self._now is not None:
             parts = (self._part,) if block and self._part else ()
-            torch.manual_seed(seed_for(self._seed, "dropout", *self._now, block, self._calls[block], *parts))
+            seed = seed_for(self._seed, "dropout", *self._now, block, self._calls[block], *parts)
+            _begin(seed, self._device)
             self._calls[block] += 1
 
 
@@ -109,7 +123,7 @@ class SplitStreams:
         """
         if self._active and (self._outside is None or name != self._inside):
             self._outside, self._inside = self._state(), name
-            torch.manual_seed(seed_for(torch.initial_seed(), "divided", name, self._rank))
+            _begin(seed_for(torch.initial_seed(), "divided", name, self._rank), self._device)
 
     def join(self) -> None:
         """All ranks have the same activations again, and the stream outside goes on."""
