@@ -92,14 +92,10 @@ def build(
     share_values(module, device, given)
     store_parameters_as(module, stored)
     blocks = choose_blocks(module, block_names)
-    if mesh.pp == 1 and strategy.stages not in ((), (len(blocks),)):
-        raise ConfigError(
-            f"stages={','.join(map(str, strategy.stages))} for a model of {len(blocks)} blocks with pp=1",
-            why="without a pipeline there is one stage, which has all blocks",
-            fix="set pp above 1, or leave stages out",
-        )
     traffic, tp, pipeline = Traffic(), None, None
-    if mesh.pp > 1:
+    if mesh.pp == 1:
+        _refuse_stages(strategy, len(blocks))
+    else:
         count = strategy.pp * strategy.virtual_stages
         if block_names is None and len(blocks) < count:
             blocks = finer_blocks(module, count)
@@ -136,18 +132,45 @@ def build(
             cast_inputs(list(dict.fromkeys([module, *(part for unit in units for part in unit.modules)])), compute)
         return Built(module, make({0: (module, units)}, used=None)[0], mesh, dropout, traffic, coupled, tp, None)
     pipeline.keep_own(sharded=mesh.shard is not None)
+    pipeline.recomputed.update(recomputed)
     pipeline.watch_dropout(dropout)
     if tp is not None and strategy.sequence_parallel:
         pipeline.watch_length(tp.wire)
-    pipeline.recomputed.update(recomputed)
+    zero = _cut(module, pipeline, make, strategy, mesh, cuts, traffic, compute if compute != stored else None)
+    return Built(module, zero, mesh, dropout, traffic, coupled, tp, pipeline)
+
+
+def _cut(
+    module: nn.Module,
+    pipeline: PipelineParallel,
+    make: Callable[..., dict[int, Zero]],
+    strategy: Strategy,
+    mesh: RankMesh,
+    cuts: Cuts,
+    traffic: Traffic,
+    narrow: torch.dtype | None,
+) -> StagedZero:
+    """Give each stage of this rank its units, and those their way to hold parameters.
+
+    Args:
+        narrow: the compute dtype, where parameters are stored in another.
+    """
     stages = {stage: (own, pipeline.units(stage, strategy.unit_blocks)) for stage, own in pipeline.stages.items()}
-    if compute != stored:
+    if narrow is not None:
         parts = (part for _, units in stages.values() for unit in units for part in unit.modules)
-        cast_inputs(list(dict.fromkeys([module, *(part for part in parts if not isinstance(part, Stage))])), compute)
+        cast_inputs(list(dict.fromkeys([module, *(part for part in parts if not isinstance(part, Stage))])), narrow)
     held = make(stages, used=pipeline.used)
     pipeline.mark_late(held)
-    zero = StagedZero(held, mesh, cuts, pipeline, traffic)
-    return Built(module, zero, mesh, dropout, traffic, coupled, tp, pipeline)
+    return StagedZero(held, mesh, cuts, pipeline, traffic)
+
+
+def _refuse_stages(strategy: Strategy, blocks: int) -> None:
+    if strategy.stages not in ((), (blocks,)):
+        raise ConfigError(
+            f"stages={','.join(map(str, strategy.stages))} for a model of {blocks} blocks with pp=1",
+            why="without a pipeline there is one stage, which has all blocks",
+            fix="set pp above 1, or leave stages out",
+        )
 
 
 def _hold(
