@@ -50,23 +50,27 @@ class Case(NamedTuple):
 
 
 SP = "sequence_parallel=true"
-CASES = (
+#: Each model, degree, dtype and recompute policy. Those of one model with as many ranks are counted in one launch.
+FAST = (
     Case("decoder", "tp=2"),
     Case("decoder", f"tp=2 {SP} recompute=selective", tied=True),
     Case("decoder", f"tp=2 {SP} microbatch=2", compute="bfloat16"),
-    Case("llama", "tp=2 recompute=full", tied=True, compute="bfloat16"),
-    Case("llama", f"tp=2 {SP} recompute=full microbatch=2"),
     Case("gpt2", "tp=2 recompute=selective microbatch=2", tied=True),
     Case("gpt2", f"tp=2 {SP} recompute=full", compute="bfloat16"),
-    Case("gpt2", f"tp=2 {SP}", tied=True),
-    Case("decoder", "tp=3 recompute=full"),
     Case("llama", "tp=3 recompute=selective", compute="bfloat16"),
-    Case("gpt2", "tp=3 microbatch=2", tied=True),
+    Case("llama", f"dp=2 tp=2 zero=1 {SP}", compute="bfloat16"),
+    Case("llama", "dp=2 tp=2 zero=3 recompute=full", tied=True),
+)
+MORE = (
+    Case("decoder", "tp=3 recompute=full"),
+    Case("decoder", "tp=6"),
     Case("decoder", "dp=2 tp=2 zero=0", tied=True),
     Case("decoder", f"dp=2 tp=2 zero=3 {SP} recompute=selective"),
-    Case("llama", f"dp=2 tp=2 zero=1 {SP}", compute="bfloat16"),
+    Case("llama", "tp=2 recompute=full", tied=True, compute="bfloat16"),
+    Case("llama", f"tp=2 {SP} recompute=full microbatch=2"),
+    Case("gpt2", f"tp=2 {SP}", tied=True),
+    Case("gpt2", "tp=3 microbatch=2", tied=True),
     Case("gpt2", "dp=2 tp=2 zero=2 recompute=full", tied=True),
-    Case("decoder", "tp=6"),
 )
 
 
@@ -83,6 +87,9 @@ def lattice() -> list[Case]:
                 found += [Case(model, each, tied, compute) for each in words]
     found += [Case("decoder", f"tp=6 recompute={again}") for again in ("none", "selective", "full")]
     return [*found, Case("llama", "dp=4 tp=2 zero=3 shard=2"), Case("llama", f"dp=2 tp=4 {SP} zero=2")]
+
+
+LATTICE = tuple(dict.fromkeys([*MORE, *lattice()]))
 
 
 @cache
@@ -110,12 +117,12 @@ def hold(case: Case, cases: tuple[Case, ...]) -> None:
     compare(model, job, strategy, ranks[0][case], activations=ACTIVATIONS)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", FAST, ids=str)
 def test_predicted_memory_and_collectives_are_the_counted_ones(case: Case) -> None:
-    hold(case, CASES)
+    hold(case, FAST)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", lattice(), ids=str)
+@pytest.mark.parametrize("case", LATTICE, ids=str)
 def test_predicted_is_counted_over_the_lattice(case: Case) -> None:
-    hold(case, tuple(lattice()))
+    hold(case, LATTICE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,7 +78,8 @@ def engine(model: nn.Module, zero: int, blocks: list[str] | None = None) -> Engi
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     job = Job(global_batch=6, **JOB)
     sgd: Any = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731 - one line reads best
-    return Engine(model, loss, sgd, job, Strategy(dp=ranks, zero=zero), blocks=blocks)
+    strategy = Strategy(dp=ranks, zero=zero)
+    return Engine(model, loss, sgd, job, strategy, blocks=blocks, measure_memory="never")
 
 
 def by_engine(zero: int) -> Steps:
@@ -136,7 +138,8 @@ def next_token(outputs: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 def mixtral_steps(zero: int) -> Steps:
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     job = Job(global_batch=6, **JOB)
-    made = Engine(mixtral(), next_token, lambda p: torch.optim.SGD(p, lr=0.1), job, Strategy(dp=ranks, zero=zero))
+    strategy, sgd = Strategy(dp=ranks, zero=zero), partial(torch.optim.SGD, lr=0.1)
+    made = Engine(mixtral(), next_token, sgd, job, strategy, measure_memory="never")
     # Rows of one token each: a row's tokens all go to one expert of the first layer.
     ids = torch.tensor([[7], [7], [7], [8], [9], [9]]).expand(6, 4).contiguous()
     with float32_upcasts_stay_float64():

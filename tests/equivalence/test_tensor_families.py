@@ -43,14 +43,14 @@ class Trained:
 def listed() -> list[Any]:
     """Every family under every option; of each of some one case is fast, so that all options occur among them."""
     found = []
-    for index, name in enumerate(DIVIDED):
+    for name in DIVIDED:
         options = list(product((False, True), (("sgd", 1), ("adamw", 3)), (False, True), (3, 1)))
         own = [
             Trained(name, tied, optimizer, Strategy(dp=DP, tp=TP, zero=zero, sequence_parallel=cut, microbatch=rows))
             for tied, (optimizer, zero), cut, rows in options
             if not (cut and name in WHOLE_SEQUENCES)
         ]
-        first = own[index * 3 % len(own)] if name in FAST else None
+        first = own[FAST.index(name) * 3 % len(own)] if name in FAST else None
         found += [pytest.param(c, id=str(c), marks=() if c == first else pytest.mark.slow) for c in own]
     return found
 

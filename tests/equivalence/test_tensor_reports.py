@@ -205,7 +205,7 @@ def test_D21_every_gradient_of_tensor_and_data_parallel_ranks_is_that_of_one(zer
     check(replace(TWO_BY_TWO, zero=zero, sequence_parallel=zero % 2 == 1))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_D22_B8_the_loss_does_not_depend_on_how_many_ranks_compute_the_same_rows(tp: int) -> None:
     case = Case(world=4, tp=tp, model="decoder-16", accumulation=4 // (4 // tp))
     loss = run_one(run_case, case.reference).steps[0].loss
@@ -236,7 +236,7 @@ def gradient_dtype(case: Case) -> str:
     return dtype
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_D32_shards_of_divided_weights_are_not_taken_for_replicas(zero: int) -> None:
     check(replace(TWO_BY_TWO, zero=zero, tied=True, source="module"))
 
@@ -256,22 +256,31 @@ PLACES = [
 ]
 
 
-def steps_from(case: Case, begin: int, stop: int, source: Path | None, target: Path | None) -> Any:
+#: What a rank reports of its steps, and its whole parameters where they begin.
+Ran = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
+
+
+def steps_from(case: Case, begin: int, source: Path | None, target: Path | None) -> Ran:
+    """Steps from `begin` to the third, from a checkpoint or the beginning; one is written before the third."""
     engine = build_engine(case)
     if source is not None:
         engine.load(source)
-    reports = [engine.step(case.batch(step)) for step in range(begin, stop)]
-    if target is not None:
-        engine.save(target)
-    return [(r.loss, r.grad_norm) for r in reports], {n: engine.read(n) for n in engine.named_parameters()}
+    found = {name: engine.read(name) for name in engine.named_parameters()} if source is not None else {}
+    reports = []
+    for step in range(begin, 3):
+        if target is not None and step == 2:
+            engine.save(target)
+            found = {name: engine.read(name) for name in engine.named_parameters()}
+        reports.append(engine.step(case.batch(step)))
+    return [(r.loss, r.grad_norm) for r in reports], found
 
 
 def at(place: tuple[int, int, int, int], tied: bool) -> Case:
     world, tp, zero, shard = place
-    return Case(world=world, tp=tp, zero=zero, shard=shard, tied=tied, optimizer="adamw", accumulation=12 * tp // world)
+    return Case(world=world, tp=tp, zero=zero, shard=shard, tied=tied, optimizer="adamw", accumulation=4 * tp // world)
 
 
-def placed(place: tuple[int, int, int, int], tied: bool, *args: Any) -> Any:
+def placed(place: tuple[int, int, int, int], tied: bool, *args: Any) -> Ran:
     world = place[0]
     if world == 1:
         return run_one(steps_from, at(place, tied), *args)
@@ -284,16 +293,12 @@ SLOW = [pytest.param(i, marks=pytest.mark.slow) for i in range(3, len(PLACES))]
 @pytest.mark.parametrize("index", [*range(3), *SLOW])
 def test_G1_G2_any_layout_continues_from_any_other(index: int, tmp_path: Path) -> None:
     tied = index % 2 == 1
-    straight, _ = placed(PLACES[index], tied, 0, 3, None, None)
-    begun, saved = placed(PLACES[index], tied, 0, 2, None, tmp_path / "saved")
-    later = PLACES[(index + 1) % len(PLACES)]
-    nothing, loaded = placed(later, tied, 2, 2, tmp_path / "saved", None)
-    assert nothing == []
-    assert set(loaded) == set(saved)
+    straight, saved = placed(PLACES[index], tied, 0, None, tmp_path / "saved")
+    went_on, loaded = placed(PLACES[(index + 1) % len(PLACES)], tied, 2, tmp_path / "saved", None)
+    assert set(loaded) == set(saved) != set()
     for name, value in saved.items():
         assert torch.equal(value, loaded[name]), name
-    went_on, _ = placed(later, tied, 2, 3, tmp_path / "saved", None)
-    assert [*chain(*begun, *went_on)] == pytest.approx([*chain(*straight)], rel=1e-10)
+    assert [*chain(*went_on)] == pytest.approx([*straight[2]], rel=1e-10)
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
 
-__all__ = ["LAYOUTS", "every"]
+__all__ = ["LAYOUTS", "every", "some"]
 
 #: Ranks and ZeRO stages.
 LAYOUTS = tuple((world, zero) for world in (2, 3) for zero in (0, 1, 2, 3))
@@ -19,3 +19,8 @@ def every(cases: Sequence[tuple[Any, ...]], fast: Collection[tuple[Any, ...]]) -
     unknown = [row for row in fast if row[-2:] not in LAYOUTS]
     assert not unknown, f"no layout of theirs: {unknown}"
     return [pytest.param(*row, marks=() if row in fast else pytest.mark.slow) for row in rows]
+
+
+def some(fast: Sequence[tuple[Any, ...]], slow: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Parameters of a test: the fast ones, and those that `make test-all` adds (a fast one is not added again)."""
+    return [*fast, *(pytest.param(*row, marks=pytest.mark.slow) for row in slow if row not in fast)]

@@ -209,8 +209,12 @@ def test_what_one_process_or_the_engine_refuses_is_told(name: str, told: tuple[s
     refused((f"{MINE}:{name}", "--strategy", "dp=2"), *told)
 
 
-def test_C10_L2_models_that_ranks_cannot_share_are_refused_with_what_would_do() -> None:
+@pytest.mark.slow
+def test_L2_a_model_without_a_plan_is_refused_with_what_would_do() -> None:
     refused(("bloom-176b", "--strategy", "tp=2"), "it publishes no plan", "sharding=", "or set tp=1")
+
+
+def test_C10_L2_models_that_ranks_cannot_share_are_refused_with_what_would_do() -> None:
     attention = (
         "transformer.h.*.self_attention.query_key_value=colwise",
         "transformer.h.*.self_attention.dense=rowwise",

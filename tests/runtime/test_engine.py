@@ -47,6 +47,7 @@ def make(**changes: Any) -> Engine:
         "optimizer": adamw,
         "job": JOB,
         "strategy": Strategy(microbatch=2),
+        "measure_memory": "never",
     }
     return Engine(**{**arguments, **changes})
 
@@ -152,7 +153,8 @@ def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped_on_all(zero: in
 
 def evaluations(zero: int, scope: str) -> tuple[float, float, float]:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    engine = make(strategy=Strategy(dp=world, zero=zero, microbatch=2), batch_scope=scope)
+    strategy = Strategy(dp=world, zero=zero, microbatch=2)
+    engine = make(strategy=strategy, batch_scope=scope, measure_memory="first")
     rows = 12 // world if scope == "local" else 12
     start = rank * rows if scope == "local" else 0
     engine.step(tuple(part[start : start + rows] for part in batch(0)))

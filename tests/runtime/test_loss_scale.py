@@ -38,7 +38,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def engine(zero: int, compute: str = "float16") -> Engine:
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return Engine(model(), loss_of("mlp"), sgd, job(compute), Strategy(dp=ranks, zero=zero, microbatch=2))
+    strategy = Strategy(dp=ranks, zero=zero, microbatch=2)
+    return Engine(model(), loss_of("mlp"), sgd, job(compute), strategy, measure_memory="never")
 
 
 def reports(zero: int, compute: str) -> list[tuple[float, float, float, bool]]:
@@ -74,7 +75,8 @@ class Explodes(nn.Module):
 
 def overflowing(zero: int) -> tuple[list[tuple[float, bool, float]], list[bool]]:
     ranks = torch.distributed.get_world_size()
-    made = Engine(Explodes(), loss_of("mlp"), sgd, job(), Strategy(dp=ranks, zero=zero, microbatch=2))
+    strategy = Strategy(dp=ranks, zero=zero, microbatch=2)
+    made = Engine(Explodes(), loss_of("mlp"), sgd, job(), strategy, measure_memory="never")
     seen, moved = [], []
     for step in range(4):
         inputs, labels = batch(step)

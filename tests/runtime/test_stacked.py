@@ -45,6 +45,7 @@ def engine(world: int, zero: int) -> Engine:
         partial(torch.optim.AdamW, lr=0.01, eps=1e-4),
         Job(global_batch=8, param_dtype="float64", compute_dtype="float64", reduce_dtype="float64", clip_norm=0.5),
         Strategy(dp=world, zero=zero, microbatch=2),
+        measure_memory="never",
     )
 
 

@@ -101,14 +101,9 @@ def build(
             blocks = finer_blocks(module, count)
         pipeline = PipelineParallel(module, blocks, strategy, mesh, device, example=example, labels=labels)
     if mesh.tp > 1:
+        cut_sequences = strategy.sequence_parallel
         tp = TensorParallel(
-            module,
-            blocks,
-            mesh,
-            traffic,
-            device,
-            annotations=sharding or {},
-            sequence_parallel=strategy.sequence_parallel,
+            module, blocks, mesh, traffic, device, annotations=sharding or {}, sequence_parallel=cut_sequences
         )
     elif sharding:
         plan_sharding(module, sharding)
