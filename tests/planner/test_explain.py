@@ -250,7 +250,7 @@ def test_why_not_tells_what_this_version_does_not_execute() -> None:
     asked = question(executable=True)
     plan = plan_for(asked)
     assert plan.executable
-    answer = why_not(asked, plan, parse_why("pp=2"))
+    answer = why_not(asked, plan, parse_why("cp=2"))
     assert not answer.executable
     assert "this version does not execute it" in answer.reason
 

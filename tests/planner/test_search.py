@@ -246,6 +246,7 @@ def test_a_search_that_ends_early_goes_on_near_the_best(monkeypatch: pytest.Monk
     """DeepSeek-V3 on 2,048 H800: where the search ends, a microbatch of 2 on the mesh of the best is not looked at."""
     job = Job(global_batch=15360, sequence=4096, compute_dtype="bfloat16")
     machines = parse_cluster("8xH800-80GB:256")
+    monkeypatch.setattr("meshwright.planner.branches._MOST_WORK", 18_000)
     found = asked(find_model("deepseek-v3"), machines, job)
     monkeypatch.setattr("meshwright.planner.branches._NEAR", 0.0)
     without = asked(find_model("deepseek-v3"), machines, job)

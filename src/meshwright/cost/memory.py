@@ -218,7 +218,9 @@ class StepMemory:
             held = tuple(stage for stage in self.stages if lies[stage.index] == rank)
             find = partial(occasions, strategy.schedule, strategy.pp, self.microbatches, strategy.virtual_stages, rank)
             own = {stage.index: moments[stage.index] for stage in held}
-            ranks.append(RankMemory(held, own, find, self._messages(lies, rank, strategy.microbatch)))
+            # What other stacks hold of messages is in what was fitted to them.
+            messages = self._messages(lies, rank, strategy.microbatch) if convention is None else 0
+            ranks.append(RankMemory(held, own, find, messages))
         self.ranks = tuple(ranks)
         self.moments_of = moments
 

@@ -34,7 +34,7 @@ __all__ = ["Branches"]
 _SPARE = 1.1
 #: A search of a large space ends after so much work, counted in stages of the strategies it looked at (and so many more
 #: for each): some seconds. What may have been lost by that is told (`Counts.unproven`).
-_MOST_WORK = 18_000
+_MOST_WORK = 26_000
 _EACH = 8
 #: So many times as much where less than what is wanted was found that fits; and the part of it that looking once more
 #: near the best may take.
