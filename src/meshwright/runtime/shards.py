@@ -101,6 +101,9 @@ class Shards(Zero):
         self._turns = None if used is not None else Turns(nested, host)
         self._order_watch = None if used is not None else SameOrder(model, nested, host)
         self._stepped = False
+        # What FSDP2 was told last in this step: it goes through all modules each time.
+        self._forward_as: bool | None = None
+        self._backward_as: tuple[bool, bool, bool] | None = None
         self._seen: set[int] = set()
         self._arrived: dict[str, int] = {}
         for unit in units:
@@ -123,22 +126,27 @@ class Shards(Zero):
 
     def begin_step(self) -> None:
         self.used.clear()
+        self._forward_as = self._backward_as = None
         if not self._stepped and self._order_watch is not None:
             self._order_watch.begin()
         self._traffic.buffer_moment = self.moment
 
     def before_forward(self, *, release: bool) -> None:
-        for module in self._sharded:
-            module.set_reshard_after_forward(release, recurse=False)
+        if self._forward_as != release:
+            for module in self._sharded:
+                module.set_reshard_after_forward(release, recurse=False)
+            self._forward_as = release
 
     def before_backward(self, *, reduce: bool, release: bool, last: bool) -> None:
         self._arrived = {}
         self._begun.clear()
         self.used.begin_backward()
-        self._fsdp.set_is_last_backward(last)
-        self._fsdp.set_requires_gradient_sync(reduce)
-        self._fsdp.set_requires_all_reduce(last)
-        self._fsdp.set_reshard_after_backward(release)
+        if self._backward_as != (reduce, release, last):
+            self._fsdp.set_is_last_backward(last)
+            self._fsdp.set_requires_gradient_sync(reduce)
+            self._fsdp.set_requires_all_reduce(last)
+            self._fsdp.set_reshard_after_backward(release)
+            self._backward_as = (reduce, release, last)
 
     def weights(self, unit: Unit) -> list[nn.Parameter]:
         return [parameter for parameter in unsharded_parameters(unit.modules[0]) if parameter.requires_grad]
@@ -171,6 +179,7 @@ class Shards(Zero):
 
     def begin_evaluation(self) -> None:
         self._plan_prefetch(0)
+        self._forward_as = None
         self.before_forward(release=self._zero == 3)
         make_root(self._fsdp)
         mark_managed(self._root, False)
@@ -214,16 +223,16 @@ class Shards(Zero):
         self._note()
         if not torch.is_grad_enabled():
             return
+        count = sum(self.stored[name].requires_grad for name in unit.parameters)
         for name in unit.parameters:
             parameter = self.parameter(unit, name)
             if id(parameter) not in self._seen and parameter.requires_grad and not isinstance(parameter, DTensor):
                 self._seen.add(id(parameter))
-                parameter.register_hook(lambda _, name=name, unit=unit: self._got_gradient(unit, name))
+                parameter.register_hook(lambda _, name=name: self._got_gradient(unit, name, count))
 
-    def _got_gradient(self, unit: Unit, name: str) -> None:
+    def _got_gradient(self, unit: Unit, name: str, count: int) -> None:
         self.used.mark(name)
         self._arrived[unit.name] = self._arrived.get(unit.name, 0) + 1
-        count = sum(self.stored[name].requires_grad for name in unit.parameters)
         if self._begins(unit, name) or self._arrived[unit.name] in (1, count):
             self._note()
 

@@ -27,10 +27,17 @@ class Used:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
         self._index = {name: i for i, name in enumerate(self.names)}
-        self.flags = torch.zeros(len(self.names), dtype=torch.float64)
+        self._used: set[int] = set()
         self._arrived: set[int] = set()
         #: Whether the microbatch that runs backward counts: one without rows uses no parameter.
         self.counting = True
+
+    @property
+    def flags(self) -> torch.Tensor:
+        """By parameter 1 where it took part, else 0."""
+        found = torch.zeros(len(self.names), dtype=torch.float64)
+        found[list(self._used)] = 1.0
+        return found
 
     def add_copy(self, name: str, of: str) -> None:
         """A name under which a second copy of a parameter is known on this rank."""
@@ -44,7 +51,7 @@ class Used:
         """
         index = self._index[name]
         if self.counting:
-            self.flags[index] = 1.0
+            self._used.add(index)
         if index in self._arrived:
             raise ConfigError(
                 f"parameter {name} received its gradient twice in one backward pass",
@@ -59,7 +66,7 @@ class Used:
 
     def clear(self) -> None:
         """A new step."""
-        self.flags.zero_()
+        self._used.clear()
         self._arrived.clear()
 
 

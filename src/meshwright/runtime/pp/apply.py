@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,20 @@ from meshwright.runtime.zero import Used, Zero
 from meshwright.schedule import stage_ranks
 from meshwright.spec import Strategy, even_layers
 
-__all__ = ["PipelineParallel"]
+__all__ = ["Look", "PipelineParallel"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a batch looks like.
+
+    Attributes:
+        kind: on which its route depends.
+        shapes: on which the forms of what stages hand on depend.
+    """
+
+    kind: Any
+    shapes: Any
 
 
 class PipelineParallel:
@@ -252,25 +266,29 @@ class PipelineParallel:
 
     # ------------------------------------------------------------------------------------------------------ in a step
 
-    def route_of(self, batch: Any) -> Route:
+    def look(self, batch: Any) -> Look:
+        """What the runtime remembers of batches like this one."""
+        return Look(_kind(batch), _shapes(batch))
+
+    def route_of(self, batch: Any, look: Look) -> Route:
         """How the forward of a batch runs through the stages; found anew for every kind of batch."""
-        kind = _kind(batch)
+        kind = look.kind
         if kind not in self._routes:
             flow = try_forward(self.points, batch, labels=self._labels)
             self._routes[kind] = route(flow, same_places(flow, self.assignment.places), self.count)
         return self._routes[kind]
 
-    def is_new(self, stage: int, batch: Any) -> bool:
+    def is_new(self, stage: int, look: Look) -> bool:
         """Whether the forms of what a stage is handed for a batch of these sizes have not been told yet."""
-        return (stage, _shapes(batch)) not in self._forms
+        return (stage, look.shapes) not in self._forms
 
-    def learn(self, stage: int, batch: Any, forms: list[Form]) -> None:
+    def learn(self, stage: int, look: Look, forms: list[Form]) -> None:
         """They are told now."""
-        self._forms[stage, _shapes(batch)] = forms
+        self._forms[stage, look.shapes] = forms
 
-    def forms(self, stage: int, batch: Any) -> list[Form]:
+    def forms(self, stage: int, look: Look) -> list[Form]:
         """What was told."""
-        return self._forms[stage, _shapes(batch)]
+        return self._forms[stage, look.shapes]
 
     def tells(self, point: str, *, results: bool) -> bool:
         """Whether other ranks need what a point returns, outside of a step."""

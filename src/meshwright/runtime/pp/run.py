@@ -19,7 +19,7 @@ from meshwright.schedule import Action
 
 if TYPE_CHECKING:
     from meshwright.runtime.engine import Engine
-    from meshwright.runtime.pp.apply import PipelineParallel
+    from meshwright.runtime.pp.apply import Look, PipelineParallel
 
 __all__ = ["PipelineRun"]
 
@@ -64,13 +64,14 @@ class PipelineRun(Microbatches):
         self._gradients: dict[Place, list[torch.Tensor] | Arriving] = {}
         self._leaving: dict[tuple[int, int, bool], list[torch.Tensor]] = {}
         self._deferred: dict[Place, Deferred | None] = {}
+        self._looks: dict[int, Look] = {}
         self._finds_scale = not engine._scale.started
 
     def forward(self, stage: int, microbatch: int, *, release: bool) -> None:
         """Run a microbatch forward through a stage."""
         engine, pipeline, module = self._engine, self._pipeline, self._pipeline.stages[stage]
         part, count = self._part(microbatch)
-        route = pipeline.route_of(part)
+        route = pipeline.route_of(part, self._look(part, count))
         handed = self._arrived(self._activations, stage, microbatch)
         for tensor in handed:
             tensor.requires_grad_(tensor.is_floating_point())
@@ -132,10 +133,11 @@ class PipelineRun(Microbatches):
         tensors = self._leaving.pop((stage, microbatch, ahead))
         assert action.peer is not None
         tag = self._tag(stage + 1 if ahead else stage, microbatch, ahead)
-        part, _ = self._part(microbatch)
-        if ahead and tensors and self._pipeline.is_new(stage + 1, part):
-            self._pipeline.learn(stage + 1, part, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
-            self._messages.tell_forms(tensors, action.peer, tag)
+        if ahead and tensors:
+            look = self._look(*self._part(microbatch))
+            if self._pipeline.is_new(stage + 1, look):
+                self._pipeline.learn(stage + 1, look, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
+                self._messages.tell_forms(tensors, action.peer, tag)
         self._messages.send(tensors, action.peer, tag + 1)
 
     def receive(self, action: Action) -> None:
@@ -144,11 +146,12 @@ class PipelineRun(Microbatches):
         assert action.peer is not None
         tag = self._tag(stage if ahead else stage + 1, microbatch, ahead)
         if ahead:
-            part, _ = self._part(microbatch)
-            count = len(self._pipeline.route_of(part).crossing[stage])
-            if count and self._pipeline.is_new(stage, part):
-                self._pipeline.learn(stage, part, self._messages.learn_forms(count, action.peer, tag))
-            forms = self._pipeline.forms(stage, part) if count else []
+            part, rows = self._part(microbatch)
+            look = self._look(part, rows)
+            count = len(self._pipeline.route_of(part, look).crossing[stage])
+            if count and self._pipeline.is_new(stage, look):
+                self._pipeline.learn(stage, look, self._messages.learn_forms(count, action.peer, tag))
+            forms = self._pipeline.forms(stage, look) if count else []
             self._activations[stage, microbatch] = self._messages.receive(forms, action.peer, tag + 1)
         else:
             flight = self._flights[stage, microbatch]
@@ -203,6 +206,12 @@ class PipelineRun(Microbatches):
         if self._engine._tracer is not None:
             self._engine._tracer.arrived(stage, microbatch, activation=line is self._activations)
         return found
+
+    def _look(self, part: Any, count: int) -> Look:
+        """Microbatches of a step of which as many rows count look the same: it is found out once."""
+        if count not in self._looks:
+            self._looks[count] = self._pipeline.look(part)
+        return self._looks[count]
 
     def _weights(self, stage: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """The weights of a stage: those that get their gradients at once, and the others.
