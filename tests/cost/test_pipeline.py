@@ -6,15 +6,12 @@ collectives are exact. Sizes divide by little, five layers do not divide over fo
 
 from __future__ import annotations
 
-import time
 from functools import cache
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 
 from meshwright.cost import StepMemory, count_collectives
-from meshwright.runtime.memory import MemoryMeter
 from meshwright.spec import Job, Layout, parse_strategy
 from tests.cost.counted import SEQUENCE, Counted, count, described
 from tests.harness.ranks import run_ranks
@@ -22,8 +19,6 @@ from tests.harness.ranks import run_ranks
 STATES, TOTAL = 0.002, 0.03
 #: A category is held against the total where it is small.
 SMALL = 0.03
-#: Threads of gloo let go of buffers a moment after a message or collective is done: before memory is counted.
-PATIENCE_S = 0.003
 STEPS = 3
 
 
@@ -101,14 +96,7 @@ def counted(world: int, cases: tuple[Case, ...]) -> list[dict[Case, Counted]]:
 
 
 def _count_all(cases: tuple[Case, ...]) -> dict[Case, Counted]:
-    note = MemoryMeter.note
-
-    def patient(meter: MemoryMeter) -> None:
-        time.sleep(PATIENCE_S)
-        note(meter)
-
-    with mock.patch.object(MemoryMeter, "note", patient):
-        return {case: count(case.model, case.tied, case.job, parse_strategy(case.words), STEPS) for case in cases}
+    return {case: count(case.model, case.tied, case.job, parse_strategy(case.words), STEPS) for case in cases}
 
 
 def hold(case: Case, cases: tuple[Case, ...]) -> None:

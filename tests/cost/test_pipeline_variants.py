@@ -14,14 +14,11 @@ P parameters of a rank's stage, d ranks of its shard group, U units, m microbatc
 
 from __future__ import annotations
 
-import time
 from functools import cache
-from unittest import mock
 
 import pytest
 
 from meshwright.cost import StepMemory
-from meshwright.runtime.memory import MemoryMeter
 from meshwright.spec import Job, Layout, parse_strategy
 from tests.cost.counted import SEQUENCE, Counted, count, described
 from tests.harness.ranks import run_ranks
@@ -35,7 +32,6 @@ VARIANTS = (
     "zero=3 gather=chunk",
     "zero=3",
 )
-PATIENCE_S = 0.003
 #: Of P: what padding and moments between two hooks may add.
 NEAR = 0.02
 
@@ -51,17 +47,10 @@ def counted(schedule: str) -> list[dict[str, Counted]]:
 
 
 def _count_all(schedule: str) -> dict[str, Counted]:
-    note = MemoryMeter.note
-
-    def patient(meter: MemoryMeter) -> None:
-        time.sleep(PATIENCE_S)
-        note(meter)
-
-    with mock.patch.object(MemoryMeter, "note", patient):
-        return {
-            variant: count("decoder", False, job(), parse_strategy(f"dp={D} pp=2 {variant} schedule={schedule}"), 1)
-            for variant in VARIANTS
-        }
+    return {
+        variant: count("decoder", False, job(), parse_strategy(f"dp={D} pp=2 {variant} schedule={schedule}"), 1)
+        for variant in VARIANTS
+    }
 
 
 def hold(schedule: str, variant: str) -> None:

@@ -5,14 +5,11 @@ Sizes divide by little: vocabulary 101, MLPs 250 wide, 6 query heads to 2 key/va
 
 from __future__ import annotations
 
-import time
 from functools import cache
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 
-from meshwright.runtime.memory import MemoryMeter
 from meshwright.spec import Job, Layout, parse_strategy
 from tests.cost.counted import SEQUENCE, Counted, compare, count, described
 from tests.harness.ranks import run_ranks
@@ -20,8 +17,6 @@ from tests.harness.ranks import run_ranks
 #: Relative, of saved activations with logits.
 ACTIVATIONS = 0.03
 ACCUMULATION = 2
-#: Blocks wait for collectives, of which threads let go of the buffers a moment later: before memory is counted.
-PATIENCE_S = 0.003
 STEPS = 3
 
 
@@ -99,14 +94,7 @@ def counted(cases: tuple[Case, ...]) -> list[dict[Case, Counted]]:
 
 
 def _count_all(cases: tuple[Case, ...]) -> dict[Case, Counted]:
-    note = MemoryMeter.note
-
-    def patient(meter: MemoryMeter) -> None:
-        time.sleep(PATIENCE_S)
-        note(meter)
-
-    with mock.patch.object(MemoryMeter, "note", patient):
-        return {case: count(case.model, case.tied, case.job, parse_strategy(case.words), STEPS) for case in cases}
+    return {case: count(case.model, case.tied, case.job, parse_strategy(case.words), STEPS) for case in cases}
 
 
 def hold(case: Case, cases: tuple[Case, ...]) -> None:

@@ -15,6 +15,7 @@ from meshwright.runtime import Engine
 from meshwright.spec import Job, Strategy
 from tests.counting.census import Census, CollectiveCounter, optimizer_bytes, parameter_bytes
 from tests.harness.models import loss_of
+from tests.harness.patience import patient
 from tests.harness.ranks import run_ranks
 
 __all__ = ["BLOCKS", "Counted", "Setting", "counted", "model"]
@@ -118,7 +119,7 @@ def _run(setting: Setting) -> Counted:
     )
     ids = torch.randint(0, 100, (sequences, SEQUENCE), generator=torch.Generator().manual_seed(0))
     engine.step((ids, ids))
-    with CollectiveCounter() as counter:
+    with CollectiveCounter() as counter, patient():
         report = engine.step((ids, ids))
     peaks, moments = [report.peak_bytes], {}
     if setting.rank_is_measured:
@@ -127,7 +128,7 @@ def _run(setting: Setting) -> Counted:
     for _ in range(COUNTED_STEPS):
         if setting.rank_is_measured:
             census.begin()
-            with CollectiveCounter(census):
+            with CollectiveCounter(census), patient():
                 peaks.append(engine.step((ids, ids)).peak_bytes)
             moments = {name: min(size, moments.get(name, size)) for name, size in census.moments.items()}
         else:
