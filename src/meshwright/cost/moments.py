@@ -74,7 +74,7 @@ class StageMoments:
         self._wire = self._r if self._r < self._s and strategy.dp > 1 else 0
         #: Whether whole gradients lie in buckets from the start of a step: not where there is nobody to reduce with.
         self._buckets = strategy.dp * strategy.cp > 1
-        self._batch, self._step = strategy.microbatch, strategy.unit_blocks
+        self._batch, self._step = strategy.microbatch, self.states.step
         self.layers = [block for block in stage.blocks if block.kind == "layer"]
         self._entrance = [block for block in stage.blocks if block.kind == "embedding"]
         self._head = [block for block in stage.blocks if block.kind == "head"]

@@ -57,6 +57,7 @@ class States:
         shares: elements that this rank stores of each unit, padding included.
         wholes: elements of each whole unit, padding included: what is gathered, what is reduced.
         made: elements of each unit whose gradients a backward makes: no padding, no frozen parameters.
+        step: layers of a unit: one where there is nobody to share with, whatever the strategy says.
         trained: of `shares`, those with a gradient and optimizer states; `reduced` the same of `wholes`.
     """
 
@@ -69,8 +70,8 @@ class States:
             if kind not in found:
                 found[kind] = _sizes(block, group, experts, self.sharded)
             (layers if block.kind == "layer" else root).append(found[kind])
-        step = strategy.unit_blocks
-        units = [root, *(layers[start : start + step] for start in range(0, len(layers), step))]
+        self.step = strategy.unit_blocks if strategy.dp * strategy.cp > 1 else 1
+        units = [root, *(layers[start : start + self.step] for start in range(0, len(layers), self.step))]
         self.shares = [sum(s.share for s in unit) for unit in units]
         self.wholes = [sum(s.whole for s in unit) for unit in units]
         self.trained = [sum(s.trained for s in unit) for unit in units]

@@ -122,7 +122,7 @@ def build(
         values=lambda: materialise(module, device=device, seed=job.seed, given=given, cuts=cuts, tp_rank=mesh.tp_rank),
     )
     if pipeline is None:
-        units = make_units(module, unit_blocks=strategy.unit_blocks, blocks=blocks)
+        units = make_units(module, unit_blocks=_unit_blocks(strategy), blocks=blocks)
         if compute != stored:
             cast_inputs(list(dict.fromkeys([module, *(part for unit in units for part in unit.modules)])), compute)
         return Built(module, make({0: (module, units)}, used=None)[0], mesh, dropout, traffic, coupled, tp, None)
@@ -150,13 +150,18 @@ def _cut(
     Args:
         narrow: the compute dtype, where parameters are stored in another.
     """
-    stages = {stage: (own, pipeline.units(stage, strategy.unit_blocks)) for stage, own in pipeline.stages.items()}
+    stages = {stage: (own, pipeline.units(stage, _unit_blocks(strategy))) for stage, own in pipeline.stages.items()}
     if narrow is not None:
         parts = (part for _, units in stages.values() for unit in units for part in unit.modules)
         cast_inputs(list(dict.fromkeys([module, *(part for part in parts if not isinstance(part, Stage))])), narrow)
     held = make(stages, used=pipeline.used)
     pipeline.mark_late(held)
     return StagedZero(held, mesh, cuts, pipeline, traffic)
+
+
+def _unit_blocks(strategy: Strategy) -> int:
+    """Blocks of a unit: several are gathered and reduced at once, and without data-parallel ranks none are."""
+    return strategy.unit_blocks if strategy.dp > 1 else 1
 
 
 def _refuse_stages(strategy: Strategy, blocks: int) -> None:
