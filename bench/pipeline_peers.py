@@ -199,7 +199,8 @@ def deepspeed(*, pp: int, dp: int, zero: int, schedule: str, tiny: bool) -> Step
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": BATCH // dp // MICROBATCHES,
         "gradient_accumulation_steps": MICROBATCHES,
-        "zero_optimization": {"stage": zero},
+        # By default two buckets of half a billion elements; about one block, as everybody else reduces here.
+        "zero_optimization": {"stage": zero, "reduce_bucket_size": 2_000_000},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
